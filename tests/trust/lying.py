@@ -32,7 +32,7 @@ from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.trees import Tree, items
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig
-from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, promise
+from fedtailor.flare.protocol import ENVELOPE, PROTOCOL, config_for, data_schema, promise
 from fedtailor.flare.site import SERVER, SiteService, read_site
 from fedtailor.version import __version__
 from tests.flare.sites import write_sites
@@ -101,8 +101,13 @@ class World:
     def start(self, site: int, run: str = "run-1", settings: Sequence[str] = (), **changes: Any) -> list[Header]:
         """What a site answers to hello and to a start, which may have another configuration."""
         made, what = self.run_of(tuple(settings))
-        hello: Header = {"op": "hello", "version": __version__, "run": run, "algorithm": "jointls", "model": "linear"}
-        hello |= {"rounds": made.rounds, "seed": changes.pop("seed", made.seed)}
+        hello: Header = {"op": "hello", "protocol": PROTOCOL, "version": __version__, "run": run}
+        hello |= {
+            "algorithm": "jointls",
+            "model": "linear",
+            "rounds": made.rounds,
+            "seed": changes.pop("seed", made.seed),
+        }
         about = {"schema": data_schema(self.data), "promise": what, "first": 0}
         start = {"op": "start", "config": config_for(made, site), "client": site, "cohort": list(NAMES)}
         answers = [self.ask(site, header)[0] for header in (hello, start | about | changes)]

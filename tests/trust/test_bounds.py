@@ -19,7 +19,7 @@ from fedtailor.experiments.store import RunFolder, round_line, write_json
 from fedtailor.flare import server as flare
 from fedtailor.flare.audit import audit_lines
 from fedtailor.flare.policy import Budget
-from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, hello_fault, promise
+from fedtailor.flare.protocol import ENVELOPE, PROTOCOL, config_for, data_schema, hello_fault, promise
 from fedtailor.flare.site import AUDIT, SERVER, SiteService, read_site
 from fedtailor.version import __version__
 from tests.flare.sites import Sites, write_sites
@@ -59,7 +59,7 @@ class Sealed:
     def start(self, site: int, *settings: str, cohort: tuple[str, ...] = NAMES, **changes: Any) -> dict[str, Any]:
         """What a site answers to hello and start, of which each may have another configuration."""
         made = config(*self.settings, *settings)
-        hello = {"op": "hello", "version": __version__, "run": changes.pop("run", "run-1")}
+        hello = {"op": "hello", "protocol": PROTOCOL, "version": __version__, "run": changes.pop("run", "run-1")}
         hello |= {"algorithm": made.algorithm.name}
         hello |= {"model": made.model.name, "rounds": made.rounds, "seed": changes.pop("seed", made.seed)}
         about = {"schema": data_schema(self.data), "promise": promise(assemble(made, self.data)), "first": 0}

@@ -8,10 +8,12 @@ second: its timers share one thread here. It makes room for a message of any dec
 from __future__ import annotations
 
 import gc
+import getpass
 import heapq
 import json
 import logging
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -35,6 +37,7 @@ from fedtailor.flare.background import in_thread
 from fedtailor.flare.job_progress import CONNECTING, FINISHING, GREETING, STARTING, TRAINING, JobProgress
 from fedtailor.flare.kits import ADMIN, KIT, SERVER_FOLDER, SITE_FILE
 from fedtailor.flare.participation import SITES, SiteRecord, read_sites
+from fedtailor.flare.revocations import read_list
 
 if TYPE_CHECKING:
     from fedtailor.experiments.config import RunConfig
@@ -58,6 +61,9 @@ PROGRESS = "fedtailor.progress"  # what an administrator asks a running job for
 WHOLE = {"tensor_download_chunk_size": 0, "np_download_chunk_size": 0}  # messages in one piece: seven times as fast
 POLL, LOOK_FOR_SITES = 1.0, 5.0  # seconds between two looks at a job, and for sites that are back
 QUICK_POLL = 0.2  # while a person waits for sites to connect
+# FLARE's sites ask for tasks every 2 s by default; there are two of them, as a job begins
+SERVER_CONFIG = WHOLE | {"server": {"task_request_interval": 0.5}}
+CLIENT_CONFIG = WHOLE | {"default_task_fetch_interval": 0.5}
 
 
 class _Clock:
@@ -183,24 +189,35 @@ class Participant:
 class Coordinator:
     """What runs at the server: the rounds of one run, from its last checkpoint to its end."""
 
-    def __init__(self, run: str, config: str, named: Sequence[str] = (), least: int = 0) -> None:
+    def __init__(
+        self,
+        run: str,
+        config: str,
+        named: Sequence[str] = (),
+        least: int = 0,
+        revoked: str = "{}",
+        submitter: str = "",
+    ) -> None:
         self.run = run
         self.config = config  # JSON: FLARE would read tables in it as components
         self.named = list(named)  # sites that are expected
         self.least = least
+        self.revoked = revoked  # JSON: the authority's signed list, as the administrator has it
+        self.submitter = submitter
 
     @collab.main
     def main(self) -> None:
         """FLARE calls it when all sites of the job are ready."""
         from fedtailor.experiments.config import parse
+        from fedtailor.flare.revocations import accept_list
         from fedtailor.flare.server import coordinate
 
         log, link, root = logging.getLogger("fedtailor"), _Collab(), Path(os.environ[SERVER_FOLDER])
-        board = ProgressBoard(link, len(set(self.named) | set(link.sites)), root / self.run / SITES, log)
-        ServerCommands.register_app_command(PROGRESS, board.answer)
+        BOARD.begin(link, len(set(self.named) | set(link.sites)))
         try:
             config = parse(json.loads(self.config))
-            coordinate(link, config, self.run, root, board.listen, tuple(self.named), self.least)
+            accept_list(root.parent, root.parent / KIT, json.loads(self.revoked))
+            coordinate(link, config, self.run, root, BOARD.listen, tuple(self.named), self.least, self.submitter)
         except UserError as error:
             log.error("%s %s", WAITS if isinstance(error, RetryableError) else STOPS, error)
             raise
@@ -210,18 +227,22 @@ class Coordinator:
 
 
 class ProgressBoard:
-    """How far this job is, for an administrator who asks."""
+    """How far the job of this process is, for an administrator who asks."""
 
-    def __init__(self, link: _Collab, named: int, sites: Path, log: logging.Logger) -> None:
-        self._link, self._sites, self._log = link, sites, log
+    def __init__(self) -> None:
+        self._link: _Collab | None = None
+        self._now = JobProgress(STARTING)
+        self._collector, self._begun = GarbageCollector(), 0.0
+
+    def begin(self, link: _Collab, named: int) -> None:
+        self._link, self._begun = link, time.monotonic()
         self._now = JobProgress(GREETING, named=named)
-        self._collector, self._begun = GarbageCollector(), time.monotonic()
 
     def listen(self, progress: Progress) -> None:
         """Take note of a round."""
         self._collector.note(progress.round)
         for news in progress.news:
-            self._log.warning(news)
+            logging.getLogger("fedtailor").warning(news)
         now = self._now
         if now.stage == GREETING:
             now.first = progress.round - 1
@@ -231,8 +252,14 @@ class ProgressBoard:
 
     def answer(self, topic: str, data: Any, context: Any) -> dict[str, Any]:
         """FLARE calls it for an administrator."""
-        self._now.exchanges = self._link.sent // max(1, len(self._link.sites))
+        if self._link is not None:
+            self._now.exchanges = self._link.sent // max(1, len(self._link.sites))
         return self._now.plain()
+
+
+BOARD = ProgressBoard()
+if PROGRESS not in ServerCommands.app_cmd_registry:
+    ServerCommands.register_app_command(PROGRESS, BOARD.answer)
 
 
 class _Collab:
@@ -265,15 +292,13 @@ class _Recipe(CollabRecipe):
         return []
 
 
-def write_job(
-    run: str, config: dict[str, Any], sites: int, folder: Path, named: Sequence[str] = (), least: int = 0
-) -> Path:
-    """Write a job, class names and configuration, for at least so many sites; returns its folder."""
-    server = Coordinator(run, json.dumps(config), named, least)
-    recipe = _Recipe(job_name=run, server=server, client=Participant(), min_clients=sites)
+def write_job(run: str, server: Coordinator, folder: Path) -> Path:
+    """Write a job, class names and configuration; returns its folder."""
+    # FLARE's own minimum is one: with more, a job would wait for a site that has just left
+    recipe = _Recipe(job_name=run, server=server, client=Participant(), min_clients=1)
     recipe._job.set_app_packages(["fedtailor"])
-    recipe.add_client_config(WHOLE)
-    recipe.add_server_config(WHOLE)
+    recipe.add_client_config(CLIENT_CONFIG)
+    recipe.add_server_config(SERVER_CONFIG)
     recipe.export(str(folder))
     return folder / run
 
@@ -318,6 +343,10 @@ class AdminSession:
 
     def abort(self, job: str) -> None:
         self._session.abort_job(job)
+
+    def disable(self, site: str) -> None:
+        """Let the server end the connection of a site, and admit it no more."""
+        self._session.disable_client(site)
 
     def progress(self, job: str) -> JobProgress | None:
         """How far a job is, if its server's half runs."""
@@ -372,6 +401,13 @@ class Unreachable(ConnectionError):
     """The server cannot be reached."""
 
 
+def asker() -> str:
+    """Who submits, for the people at the sites: the server passes it on."""
+    with suppress(OSError, KeyError):
+        return f"{getpass.getuser()} on {socket.gethostname()}, as {ADMIN}"
+    return ADMIN
+
+
 @dataclass
 class Launcher:
     """Brings a run to its end: submits it, and again from its checkpoint whenever its job dies.
@@ -389,6 +425,7 @@ class Launcher:
     patience: float = 60.0  # seconds to wait for sites to connect
     tries: int = 5  # jobs in a row that end within a minute
     check: Callable[[], bool] = lambda: False  # whether the run is known to be finished
+    poll: float = POLL
 
     def run_to_end(self) -> dict[str, SiteRecord]:
         """Return what each site did when the run is finished; a `RunError` for a reason that will not go away."""
@@ -439,9 +476,9 @@ class Launcher:
         if missing:
             self.say(f"without {', '.join(sorted(missing))}: not connected within {self.patience:.0f} s")
         with tempfile.TemporaryDirectory() as folder:
-            # FLARE's own minimum is one: with more, a job would wait for a site that has just left
-            written = write_job(self.run, self.config.plain(), 1, Path(folder), self.sites, self.least)
-            job = session.submit(written)
+            revoked = json.dumps(read_list(self.admin))
+            server = Coordinator(self.run, json.dumps(self.config.plain()), self.sites, self.least, revoked, asker())
+            job = session.submit(write_job(self.run, server, Path(folder)))
         self.say(f"{self.run}: submitted to {', '.join(sorted(connected))}")
         return job
 
@@ -462,5 +499,5 @@ class Launcher:
                     )
                     session.abort(job)
                     is_over = True
-            time.sleep(POLL)
+            time.sleep(self.poll)
         return status == FINISHED

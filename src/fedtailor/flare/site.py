@@ -7,7 +7,6 @@ its text, which may contain values of the data, goes to the audit log.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import threading
 import tomllib
@@ -21,7 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedtailor.algorithms import PROGRAMS
-from fedtailor.core import codec
+from fedtailor.core import border, codec
 from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
@@ -30,11 +29,12 @@ from fedtailor.data.files import expand_home
 from fedtailor.data.sources.site_data import SiteData, load_site
 from fedtailor.engines.wire import Header
 from fedtailor.engines.wire import Site as Client
-from fedtailor.errors import ConfigError, RunError, nearest
+from fedtailor.errors import ConfigError, RunError, UserError, nearest
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.model_description import check_options, refuse_large
 from fedtailor.experiments.store import FIT, read_json, read_tree, write_json, write_tree
+from fedtailor.flare.approval import APPROVALS, describe_run, require_approval, use_approval
 from fedtailor.flare.audit import AuditLog, read_lines
 from fedtailor.flare.kits import read_condition
 from fedtailor.flare.policy import (
@@ -51,10 +51,19 @@ from fedtailor.flare.policy import (
     refuse_private_message,
     round_metrics,
 )
-from fedtailor.flare.protocol import ENVELOPE, PING, Refused, data_schema, digest, other_code, promise, read_request
-from fedtailor.tables.candidates import all_in_training
-from fedtailor.tables.site_fit import is_fit, site_fit
-from fedtailor.version import __version__
+from fedtailor.flare.protocol import (
+    ENVELOPE,
+    PING,
+    Refused,
+    data_schema,
+    digest,
+    other_code,
+    promise,
+    read_request,
+    without_unknown,
+)
+from fedtailor.flare.quotas import SiteQuotas
+from fedtailor.flare.revocations import accept_list
 
 if TYPE_CHECKING:
     from fedtailor.aggregation.member import Opened
@@ -101,7 +110,11 @@ def read_site(path: Path) -> SiteFile:
 def load_rows(data: SiteData, name: str, seed: int, algorithm: str) -> FederatedData:
     """This site's rows. A fit of tables trains on the validation rows too: it validates by folds."""
     rows = load_site(data, name, seed=seed)
-    return all_in_training(rows) if algorithm.lower() in PROGRAMS else rows
+    if algorithm.lower() not in PROGRAMS:
+        return rows
+    from fedtailor.tables.candidates import all_in_training  # imports what fits of tables need, such as SciPy
+
+    return all_in_training(rows)
 
 
 def read_participation(folder: Path) -> dict[str, Any]:
@@ -127,7 +140,7 @@ def set_participation(folder: Path, state: State) -> None:
 def withdraw(folder: Path, run: str) -> Path:
     """Refuse a run from now on and delete what is stored of it here; returns the path of the receipt."""
     path = folder / run
-    if Path(run).name != run or not path.is_dir() or run == RECEIPTS:
+    if Path(run).name != run or not path.is_dir() or run in (RECEIPTS, APPROVALS):
         known = ", ".join(kept_runs(folder)) or "none"
         raise RunError(f'{folder}: no run "{run}"; there are: {known}')
     record, about = read_participation(folder), _rounds_sent(folder, run)
@@ -149,7 +162,7 @@ def withdraw(folder: Path, run: str) -> Path:
 
 def kept_runs(folder: Path) -> list[str]:
     """Names of the runs of which this site has files."""
-    return sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name != RECEIPTS)
+    return sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name not in (RECEIPTS, APPROVALS))
 
 
 def _rounds_sent(folder: Path, run: str) -> dict[str, Any]:
@@ -239,6 +252,8 @@ class SiteService:
         self._data: FederatedData | None = None
         self._job: SiteJob | None = None
         self._rate = RequestRate(site.policy.budget.requests_per_minute)
+        self._approval = ""  # the request that a person has approved, until the run's first round
+        self._quotas = SiteQuotas(site.policy.budget, site.folder)
         self._ops: dict[str, Callable[[Header, bytes], bytes]] = {
             "hello": self._hello,
             "start": self._start,
@@ -276,7 +291,10 @@ class SiteService:
     def _answer_new(self, number: int, message: bytes) -> bytes:
         text: dict[str, str] = {}
         try:
-            reply = self._do(message)
+            self._quotas.check()
+            with self._quotas.computing():
+                reply = self._do(message)
+            self._quotas.count(len(reply))
         except Refused as why:
             return self._refuse(message, str(why), why.state, run=self._run, number=number)
         except Exception as error:
@@ -312,10 +330,10 @@ class SiteService:
         return 0 if self._job is None else 2 * sum(v.numel() for v in self._job.experiment.model.params.values())
 
     def _hello(self, header: Header, message: bytes) -> bytes:
-        if header["version"] != __version__:
-            raise Refused(f"the server runs fedtailor {header['version']}, this site {__version__}")
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", header["run"]):
             raise Refused(f'"{header["run"]}" cannot be the name of a run')
+        if accept_list(self.site.kit, self.site.kit, header.get("revoked", {})):
+            self.audit.write_line({"revoked": header["revoked"]["names"]})
         check_participation(self.site.folder, header["run"])
         self._end_job()
         self._run, self._announced = header["run"], header
@@ -329,7 +347,7 @@ class SiteService:
     def _start(self, header: Header, message: bytes) -> bytes:
         if self._data is None:
             raise Refused("start before hello")
-        config: RunConfig = parse(header["config"])
+        config: RunConfig = parse(without_unknown(header["config"], header.get("unset", [])))
         policy, samples = self.site.policy, int(self._data.train.sizes[0])
         policy.check_run(config.algorithm.name, config.model.name, config.rounds, samples, other_code(config))
         announced = {"algorithm": config.algorithm.name, "model": config.model.name, "rounds": config.rounds}
@@ -366,21 +384,26 @@ class SiteService:
             raise Refused("this site takes part in no run today; ask its operator")
         states = SiteState(folder / "states")
         cohort = frozenset(header.get("cohort", [])) if is_sealed else frozenset()
-        identity = {"promise": digest(mine), "config": header["config"], "cohort": sorted(cohort)}
+        agreed = {part: its for part, its in mine.items() if part != "options"}  # which the configuration has
+        identity = {"promise": digest(agreed), "config": config.plain(), "cohort": sorted(cohort)}
         need = RunNeed.of(policy.budget, experiment, config.rounds, has_metrics=policy.sends_metrics)
+        if policy.approve == "ask":
+            asker = border.plain_text(self._announced.get("submitter", "")) or "the server"
+            what = describe_run(config, experiment, self.site, need, asker)
+            whole = digest({"config": config.plain(), "promise": mine}, 64)
+            what |= {"digest": whole}
+            self._approval = require_approval(self.site.folder, self.site.kit, self._run, what)
         if not (folder / RUN).exists():
             need.check(policy.budget)
             SiteLedger(policy.budget, self.site.folder).book(self._run, need)
             write_json(folder / RUN, identity)
-        elif read_json(folder / RUN) != identity:
-            raise Refused(
-                f"this site has a run {self._run} with another configuration or version; choose another --run"
-            )
+        elif not _is_same_run(read_json(folder / RUN), identity):
+            raise Refused(f"this site has a run {self._run} with another configuration; choose another --run")
         torch.set_num_threads(config.federation.threads or 1)
         party = None
         if is_sealed:
-            same = json.dumps([self._run, header["config"], header["schema"], mine], sort_keys=True)
-            run = hashlib.sha256(same.encode()).hexdigest()  # sites that were told other things sum nothing together
+            # sites that were told other things sum nothing together
+            run = digest([self._run, header["config"], header["schema"], mine], 64)
             party = make_party(self.site.kit, policy, self.name, run, header["client"], folder)
         is_silent = is_sealed or policy.budget.privacy.epsilon > 0
         client = Client(experiment, 0, self._describe_error, party, cohort, self._conceal if is_silent else None)
@@ -438,6 +461,9 @@ class SiteService:
     def _begin(self, header: Header, message: bytes) -> bytes:
         job = self._running_job
         job.round = None  # until all of this has succeeded
+        if self._approval:
+            use_approval(self.site.folder, self._approval, self._run)
+            self._approval = ""
         job.spent.begin(header["round"])
         job.go_to(header["kept"])
         if job.opened is not None:
@@ -534,8 +560,18 @@ class SiteService:
         return f"{str(error).partition(f': {kind}: ')[0]}: {kind}; see the site's audit log"
 
 
+def _is_same_run(stored: dict[str, Any], identity: dict[str, Any]) -> bool:
+    """Whether a run goes on. An earlier version may have written fewer keys: the others have their defaults."""
+    try:
+        return (stored | {"config": parse(stored["config"]).plain()}) == identity
+    except (UserError, KeyError):
+        return False
+
+
 def finished_fits(private: Path) -> dict[str, Path]:
     """Folders of the finished fits of tables, by the name of the run, oldest first."""
+    from fedtailor.tables.site_fit import is_fit
+
     ended = [file for file in private.glob("*/personal/last.json") if (file.parents[1] / RUN).exists()]
     ordered = sorted((file.parents[1] for file in ended), key=lambda folder: (folder / RUN).stat().st_mtime)
     return {folder.name: folder for folder in ordered if is_fit(parse(read_json(folder / RUN)["config"]))}
@@ -543,6 +579,8 @@ def finished_fits(private: Path) -> dict[str, Path]:
 
 def fit_results(file: Path, run: str = "", metric: str = "") -> tuple[Path, dict[str, Any]]:
     """The folder and the record of a fit at this site, the latest by default; written when first asked for."""
+    from fedtailor.tables.site_fit import site_fit
+
     site = read_site(file)
     known = finished_fits(site.folder)
     chosen = [name for name in known if not run or name == run or name.rpartition("-")[0] == run]
