@@ -244,7 +244,9 @@ def plots_of(outputs: Tensor, data: FederatedData, unit: float) -> dict[str, Any
     parts = {name: (a, b) for name, (a, b) in zip(data.clients, pairwise(starts), strict=True) if b > a}
     if data.task in ("regression", "count"):
         residuals = unit * (data.test.y - (outputs.exp() if data.task == "count" else outputs))[:, 0].numpy()
-        some = {name: residuals[a:b] for name, (a, b) in list(parts.items())[:MOST_SITES] if b - a >= len(QUANTILES)}
+        largest = sorted(parts, key=lambda name: parts[name][0] - parts[name][1])[:MOST_SITES]
+        shown = {name: place for name, place in parts.items() if name in largest}
+        some = {name: residuals[a:b] for name, (a, b) in shown.items() if b - a >= len(QUANTILES)}
         return {"residuals": {name: np.quantile(each, QUANTILES).tolist() for name, each in some.items()}}
     if data.outputs != 2 or len(outputs) < 5 * BINS:
         return {}
