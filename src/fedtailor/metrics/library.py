@@ -112,23 +112,32 @@ def _own(name: str) -> Metric:
     return Metric(name, direction, of_all=function, worst=worst)
 
 
-def _of_classes() -> dict[str, Metric]:
-    from sklearn import metrics as sk
+def _score(name: str) -> Callable[..., float]:
+    """A function of scikit-learn's, which takes half a second to import: most runs need none of them."""
 
+    def score(*arguments: Any, **options: Any) -> float:
+        from sklearn import metrics
+
+        return float(getattr(metrics, name)(*arguments, **options))
+
+    return score
+
+
+def _of_classes() -> dict[str, Metric]:
     def labels(score: Callable[..., float], **options: Any) -> Callable[[Tensor, Tensor], float]:
         return lambda o, y: score(y.numpy(), o.argmax(-1).numpy(), **options)
 
     return {
         "accuracy": Metric("accuracy", True, hits, worst=0.0),
         "balanced_accuracy": Metric(
-            "balanced_accuracy", True, of_all=_quiet(labels(sk.balanced_accuracy_score)), worst=0
+            "balanced_accuracy", True, of_all=_quiet(labels(_score("balanced_accuracy_score"))), worst=0
         ),
         "macro_f1": Metric(
-            "macro_f1", True, of_all=_quiet(labels(sk.f1_score, average="macro", zero_division=0)), worst=0
+            "macro_f1", True, of_all=_quiet(labels(_score("f1_score"), average="macro", zero_division=0)), worst=0
         ),
-        "auroc": Metric("auroc", True, of_all=_by_class(sk.roc_auc_score), worst=0.0, missing=ONE_CLASS),
+        "auroc": Metric("auroc", True, of_all=_by_class(_score("roc_auc_score")), worst=0.0, missing=ONE_CLASS),
         "average_precision": Metric(
-            "average_precision", True, of_all=_by_class(sk.average_precision_score), worst=0.0, missing=ONE_CLASS
+            "average_precision", True, of_all=_by_class(_score("average_precision_score")), worst=0.0, missing=ONE_CLASS
         ),
         "log_loss": Metric("log_loss", False, with_infinity(_log_loss)),
         "brier": Metric("brier", False, with_infinity(_brier)),
@@ -137,10 +146,8 @@ def _of_classes() -> dict[str, Metric]:
 
 
 def _of_labels() -> dict[str, Metric]:
-    from sklearn import metrics as sk
-
     def f1(o: Tensor, y: Tensor) -> float:
-        return float(sk.f1_score(y.numpy(), (o > 0).numpy(), average="macro", zero_division=0))
+        return float(_score("f1_score")(y.numpy(), (o > 0).numpy(), average="macro", zero_division=0))
 
     def each(score: Callable[..., float]) -> Callable[[Tensor, Tensor], float]:
         """Mean over the labels that some samples have and some have not."""
@@ -150,9 +157,9 @@ def _of_labels() -> dict[str, Metric]:
     return {
         "accuracy": Metric("accuracy", True, lambda o, y: ((o > 0) == (y > 0)).double().mean(-1), worst=0.0),
         "macro_f1": Metric("macro_f1", True, of_all=_quiet(f1), worst=0.0),
-        "auroc": Metric("auroc", True, of_all=each(sk.roc_auc_score), worst=0.0, missing=missing),
+        "auroc": Metric("auroc", True, of_all=each(_score("roc_auc_score")), worst=0.0, missing=missing),
         "average_precision": Metric(
-            "average_precision", True, of_all=each(sk.average_precision_score), worst=0.0, missing=missing
+            "average_precision", True, of_all=each(_score("average_precision_score")), worst=0.0, missing=missing
         ),
         "log_loss": Metric(
             "log_loss",
@@ -166,14 +173,12 @@ def _of_labels() -> dict[str, Metric]:
 
 
 def _of_numbers() -> dict[str, Metric]:
-    from sklearn import metrics as sk
-
     squares = with_infinity(regression_loss)
 
     def r2(o: Tensor, y: Tensor) -> float:
         if len(y) < 2 or not bool((y != y[0]).any()):
             return math.nan
-        return float(sk.r2_score(y.numpy(), o.numpy()))
+        return float(_score("r2_score")(y.numpy(), o.numpy()))
 
     return {
         "rmse": Metric("rmse", False, squares, torch.sqrt),
