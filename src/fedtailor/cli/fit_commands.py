@@ -300,7 +300,8 @@ def print_fit(record: dict[str, Any]) -> None:
             print(f"left out   {each['label']}: {each['why']}")
     for names, sent, private in what_leaves(record["shared"]):
         print(f"shared     {names}: a site sends {sent}, and keeps {private}")
-    if "differences" not in record:  # of a table the line `sites` says it, with what chance does
+    # of a table the line `sites` says it, with what chance does
+    if "differences" not in record and math.isfinite(record["hurt"]):
         print(f"hurt       {100 * record['hurt']:.0f} % of the sites are worse off than alone, on test data")
 
 

@@ -225,13 +225,17 @@ def summary(record: dict[str, Any], failed: Sequence[str] = ()) -> PageSection:
         f"{value(metric, means['personal'])} with personal models.",
         *left_out(failed),
     )
-    figures = (
-        KeyFigure(f"Test {metric_name(metric)}", value(metric, means["personal"]), "mean of sites, personalized"),
-        KeyFigure("Alone", value(metric, means["alone"]), "each site's own data only"),
-        KeyFigure("In common", value(metric, means["common"]), "one model for all"),
-        KeyFigure("Hurt", f"{100 * record['hurt']:.0f} %", "sites worse off than alone"),
-    )
-    return PageSection("summary", "Summary", text, figures)
+    tiles = {
+        "personal": (f"Test {metric_name(metric)}", "mean of sites, personalized"),
+        "alone": ("Alone", "each site's own data only"),
+        "common": ("In common", "one model for all"),
+    }
+    figures = [KeyFigure(name, value(metric, means[key]), note) for key, (name, note) in tiles.items()]
+    figures += [KeyFigure("Hurt", f"{100 * record['hurt']:.0f} %", "sites worse off than alone")]
+    has_rows = all(math.isfinite(means[key]) for key in tiles)
+    if not has_rows:
+        text = (text[0], "There are no test rows, so nothing is compared.", *text[2:])
+    return PageSection("summary", "Summary", text, tuple(figures) if has_rows else ())
 
 
 def served_sentence(served: list[str]) -> str:

@@ -202,7 +202,7 @@ MOST = 3  # features that are named of a site
 
 
 def data_card(data: FederatedData) -> dict[str, dict[str, Any]]:
-    """Of each site: rows, the target's mean or most frequent class, and the features that drift, furthest first.
+    """Of each site: rows, the target's mean or share of a class, and the features that drift, furthest first.
 
     Only means and counts of a site's training rows are compared. A drift is reported if it is large and significant.
     """
@@ -224,7 +224,7 @@ def data_card(data: FederatedData) -> dict[str, dict[str, Any]]:
 def _target(y: np.ndarray, data: FederatedData) -> str:
     if data.task == "classification":
         counts = np.bincount(y, minlength=data.outputs)
-        best = int(counts.argmax())
+        best = 1 if data.outputs == 2 else int(counts.argmax())  # of two the one whose probability is predicted
         return f"{100 * counts[best] / counts.sum():.0f} % {data.classes[best] if data.classes else best}"
     target = None if data.preparation is None else data.preparation.target
     if target is not None and target.task == "regression":
