@@ -2,6 +2,10 @@
 
 import json
 import re
+import sys
+import warnings
+from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,10 +64,32 @@ def test_images_and_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert results[0]["last"]["clients"] == results[1]["last"]["clients"]  # the same images
 
 
-def test_bring_your_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers", reason="needs transformers")
-    page = run_page(ROOT / "docs/how-to/bring-your-model.md", monkeypatch)
-    assert page.run.results["last"]["test"]["accuracy"]["mean"] >= 0
+def test_segmentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL.Image", reason="needs Pillow, of the extra images")
+    pytest.importorskip("monai", reason="needs MONAI, of the extra segmentation")
+    page = run_page(ROOT / "docs/how-to/segmentation.md", monkeypatch)
+    results = RunFolder(Path("runs/scans")).results
+    assert results is not None
+    assert results["last"]["test"]["dice"]["mean"] > 0.8
+    assert "data:image/png;base64," in Path("runs/scans/report.html").read_text()
+    assert len(list(Path("north-masks").glob("*.png"))) == 16
+    assert Path("3-mask.png").is_file()
+    assert page.run.results["metric"] == "dice"
+
+
+LIBRARIES = ("transformers", "timm", "monai", "torch_geometric")
+
+
+@pytest.mark.parametrize("package", ["", *LIBRARIES])
+def test_bring_your_model(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with suppress(Exception), warnings.catch_warnings(action="ignore"):  # as of a torchvision for another torch
+        import_module(package or "fedtailor")
+    if package and package not in sys.modules:
+        pytest.skip(f"needs {package}")
+    page = run_page(ROOT / "docs/how-to/bring-your-model.md", monkeypatch, without=set(LIBRARIES) - {package})
+    metric = "accuracy" if package else "rmse"
+    assert page.run.results["last"]["test"][metric]["mean"] >= 0
+    assert page.run.results["faults"] == 0
     assert RunFolder(Path("runs/forecast")).about["engine"] in ("loop", "pool")
 
 

@@ -34,14 +34,15 @@ RunName = Annotated[str, typer.Option("--run", help="Name of the run; default: f
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Output folder; run again to add sites.")],
-    site: Annotated[list[str], typer.Option("--site", help="Name of a site; repeatable.")],
+    site: Annotated[list[str], typer.Option("--site", help="Name of a site; repeatable.")] = [],  # noqa: B006
     host: Annotated[str, typer.Option("--host", help="Host name of the server, as sites see it.")] = "localhost",
     port: Annotated[int, typer.Option("--port", help="Port of the server.")] = 8002,
 ) -> None:
     """Create folders with certificates for the server, each site and the administrator.
 
-    Send each site its folder over a channel you trust. FOLDER/authority is the certificate authority: keep it
-    safe. Run the same command with more sites to add them.
+    FOLDER/authority is the certificate authority: keep it safe. With --site, the keys of sites are made here and
+    their folders must be sent to them: for trying. Where keys must not travel, leave --site out, and let each site
+    make its own with request, approve and join. Run the same command with more sites to add them.
     """
     from fedtailor.flare import kits
 
@@ -55,6 +56,8 @@ def init(
             "admin": f"submit with: fedtailor federation submit CONFIG --admin {folder / name}",
         }[role]
         print(f"{name}: {summary}")
+    if site:
+        print("the sites' private keys were made here; to keep each at its site: request, approve and join")
 
 
 @app.command()

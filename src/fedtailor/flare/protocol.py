@@ -137,6 +137,8 @@ class HelloRequest(_Operation):
     rounds: Whole
     seed: Annotated[int, Field(ge=0, le=2**63)]
     code: Annotated[list[Text], Field(max_length=100)] = []
+    submitter: Text = ""  # who asks for the run, as the server has been told
+    revoked: dict[str, Any] = {}  # the authority's signed list, if there is one
 
 
 class StartRequest(_Operation):

@@ -30,6 +30,7 @@ from fedtailor.core.task import (
 )
 from fedtailor.core.trees import Tree, wide
 from fedtailor.errors import ConfigError, nearest
+from fedtailor.metrics import overlap
 from fedtailor.plugins import import_object
 
 ONE_CLASS = "its samples have one class only"
@@ -55,6 +56,8 @@ def find(task: Task, name: str) -> Metric:
         k = int(name[4:])
         return Metric(name, True, lambda o, y: _in_top(o, y, k), worst=0.0)
     if name in known:
+        if name == "hausdorff_95":
+            overlap.require_monai()
         return known[name]
     options = [*known, "top_3"] if task.kind == "classification" else known
     hint = f'{nearest(name, options)} (own metrics: "package.module:function")'
@@ -76,6 +79,8 @@ def known_metrics(task: Task) -> dict[str, Metric]:
         return usual | _of_counts()
     if task.kind == "survival":
         return usual | {"c_index": Metric("c_index", True, of_all=c_index, worst=0.0, missing="no pair can be ordered")}
+    if task.kind == "segmentation":
+        return usual | _of_masks(task)
     if task.kind == "tokens":
         return usual | {
             "accuracy": Metric("accuracy", True, _right_tokens, weight=_tokens, worst=0.0, missing=NO_TOKEN),
@@ -213,6 +218,21 @@ def _of_quantiles(task: Quantile) -> dict[str, Metric]:
         "width": Metric("width", False, with_infinity(lambda o, y: o[..., -1] - o[..., 0])),
         "mae": Metric("mae", False, with_infinity(lambda o, y: (median(o) - y).abs().mean(-1))),
         "rmse": Metric("rmse", False, with_infinity(lambda o, y: regression_loss(median(o), y)), torch.sqrt),
+    }
+
+
+def _of_masks(task: Task) -> dict[str, Metric]:
+    """Means over images: of each, the mean over the classes in its mask but 0, as in MONAI."""
+
+    def each_alone(o: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([task.loss(o[i : i + 1], y[i : i + 1])[0] for i in range(len(y))])
+
+    images: dict[str, Any] = {"weight": overlap.is_marked, "missing": "its masks have no class but 0"}
+    return {
+        "loss": Metric("loss", False, with_infinity(each_alone if task.mixes else task.loss)),
+        "dice": Metric("dice", True, overlap.dice, worst=0.0, **images),
+        "iou": Metric("iou", True, overlap.iou, worst=0.0, **images),
+        "hausdorff_95": Metric("hausdorff_95", False, overlap.hausdorff_95, **images),
     }
 
 
