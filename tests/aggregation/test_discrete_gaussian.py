@@ -12,9 +12,8 @@ import pytest
 import torch
 from scipy.stats import chisquare  # type: ignore[import-untyped]
 
-from fedtailor.aggregation import discrete_gaussian as sampler
-from fedtailor.aggregation.discrete_gaussian import STEPS, discrete_gaussian
-from fedtailor.aggregation.noise import LocalNoise, add_noise
+from fedtailor.aggregation import noise as sampler
+from fedtailor.aggregation.noise import STEPS, LocalNoise, add_noise, discrete_gaussian
 from fedtailor.core.random import stream
 from fedtailor.experiments import runner
 from fedtailor.experiments.store import read_json

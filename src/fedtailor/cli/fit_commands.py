@@ -198,7 +198,7 @@ def predict(
     Rows are prepared as in training. The output file has all columns of FILE, the prediction and, in
     classification, class probabilities. Of an image, or a folder of images, the predicted masks are written.
     """
-    from fedtailor.data.tabular.read import client_name
+    from fedtailor.data.files import client_name
     from fedtailor.experiments.store import latest
     from fedtailor.serving.predict import check_ending, predict_by_site, predict_file, write_frame
     from fedtailor.tables.serve import personal, site_column

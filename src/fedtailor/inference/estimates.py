@@ -31,8 +31,6 @@ LOGISTIC = math.pi**2 / 3  # variance of the logistic distribution
 
 @dataclass(frozen=True)
 class Coefficient:
-    """A fixed effect."""
-
     term: str
     estimate: float
     error: float
@@ -71,8 +69,6 @@ class Mode:
 
 @dataclass(frozen=True)
 class Estimates:
-    """A fitted model."""
-
     formula: str
     family: str
     method: str

@@ -14,7 +14,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fedtailor.data.tabular.columns import escape_formula
+from fedtailor.data.files import escape_formula
 from fedtailor.errors import ConfigError, RunError, nearest
 from fedtailor.experiments.store import CHANGED, read_json, write_atomically, write_json
 from fedtailor.metrics.summary import share_hurt
@@ -261,7 +261,6 @@ def number(metric: str, value: float) -> str:
 
 
 def spread(metric: str, value: float, deviation: float) -> str:
-    """Mean and, with several seeds, spread."""
     return number(metric, value) + ("" if math.isnan(deviation) else f" ± {number(metric, deviation)}")
 
 
