@@ -2,8 +2,8 @@
 
 FEDTAILOR_DATA=... python -m benchmarks.evidence [PAGE ...]    run what is missing, write records and pages
 python -m benchmarks.evidence --pages [PAGE ...]               only write the pages, from the records
-python -m benchmarks.evidence PAGE --part "duw/figure3 --scale paper" [--rows NAMES] [--seeds N] [--out FOLDER]
-                                                               one table, or some rows of it, into its record
+python -m benchmarks.evidence PAGE --part "duw/figure3 --scale paper" [--rows NAMES] [--column NAME] [--out FOLDER] ...
+                                                               one table, or some of its cells, into its record
 python -m benchmarks.evidence --check [PAGE ...]               rerun the miniatures, mark the rows that changed
 """
 
@@ -38,6 +38,7 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
     ),
     "learn2pfed": (
         *(f"learn2pfed/table{name}" for name in ("1", "1-sorted", "1-mlp", "2", "3", "4", "4-100", "5", "6")),
+        "learn2pfed/figure7",
         "benchmarks/learn2pfed_degrees.py",
     ),
     "duw": (
@@ -65,6 +66,7 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
         "benchmarks/leaderboard.py --model cnn --json docs/results/leaderboard-cnn.json",
     ),
     "adapters": ("benchmarks/adapters.py",),
+    "eyes": ("eyes", "benchmarks/eyes.py"),
     "baselines": ("configs/baselines/fashion-mnist.toml", "configs/baselines/mnist.toml"),
 }
 SEVERAL = {  # pages of more than one algorithm
@@ -85,6 +87,7 @@ def main() -> int:
     parser.add_argument("--digest", action="store_true", help="take the miniatures of rows that have none")
     parser.add_argument("--part", help='one table, such as "duw/figure3 --scale paper"')
     parser.add_argument("--rows", default="", help="only these rows of it")
+    parser.add_argument("--column", action="append", default=[], help="only this column of it; repeatable")
     parser.add_argument("--seeds", type=int, default=0, help="runs per cell; 0: as in the table")
     parser.add_argument("--out", type=Path, help="folder of its runs")
     parser.add_argument("--commit", default="", help="of runs that were begun without this script")
@@ -96,7 +99,7 @@ def main() -> int:
         if asked.digest:
             take_digests(parts)
         elif asked.part:
-            merge(parts, table(asked.part, asked.rows, asked.seeds, asked.out, asked.commit))
+            merge(parts, table(asked.part, asked.rows, asked.column, asked.seeds, asked.out, asked.commit))
         elif not asked.pages:
             for part in PAGES[name]:
                 merge(parts, collected(part))
@@ -168,14 +171,21 @@ def comparison(config: str) -> RecordedPart:
     return part
 
 
-def table(name: str, rows: str = "", seeds: int = 0, out: Path | None = None, commit: str = "") -> RecordedPart:
-    """A published table, or some of its rows, run to the end."""
+def table(
+    name: str,
+    rows: str = "",
+    only: Sequence[str] = (),
+    seeds: int = 0,
+    out: Path | None = None,
+    commit: str = "",
+) -> RecordedPart:
+    """A published table, or some of its rows and columns, run to the end."""
     name, _, scale = name.partition(" --scale ")
     published, of = reproduce.load(CONFIGS, name), scale_of(scale)
     folder = out or ROOT / "runs" / f"{name.replace('/', '-')}-{of}"
     which = (published, folder, of, seeds or published.seeds, reproduce.rows_named(published, rows))
     settings = reproduce.searched(*which, data_root(), _quiet)
-    cells = reproduce.grid(*which, settings)
+    cells = {key: group for key, group in reproduce.grid(*which, settings).items() if not only or key[1] in only}
     note(folder, [cell for group in cells.values() for cell in group], commit)
     figures = reproduce.run(published, cells, data_root(), _quiet)
     command = f"fedtailor reproduce {name}" + (" --scale paper" if of == "paper" else "")

@@ -76,6 +76,9 @@ def digest(config: RunConfig, few: FederatedData) -> Digest:
     """Of the miniature of a configuration, on clients from `shrink`."""
     unseen = config.evaluation.unseen is not None  # one of the clients, then
     small = shrunk(config, len(few.clients) - unseen)
+    if isinstance(config.evaluation.unseen, tuple):  # whoever it is has to be one of the few
+        evaluation = small.evaluation.model_copy(update={"unseen": few.clients[-1:]})
+        small = small.model_copy(update={"evaluation": evaluation})
     with tempfile.TemporaryDirectory() as temporary:
         return _numbers(runner.start(small, Path(temporary) / "run", cores=1, loaded=few), small, few)
 

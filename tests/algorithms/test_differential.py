@@ -370,7 +370,7 @@ def test_learn2pfed_two_epochs(kind: str, engine: str) -> None:
             if is_linear:
                 by_v.append(2 * h.T @ (h @ one - y[:, 0]))  # (13) is a sum
             else:
-                d = slopes_of_logits(h @ one[3:].reshape(3, -1).T + one[:3], y)[1] * len(y)
+                d = slopes_of_logits(h @ one[3:].reshape(3, -1).T + one[:3], y)[1]  # the F of (14) is a mean
                 by_v.append(np.concatenate([d.sum(0), (d.T @ h).ravel()]))
         slopes = net.back(kept, by_v)
         shrink = 1 / max(1.0, float(np.sqrt(sum((s**2).sum() for s in slopes))))

@@ -16,7 +16,7 @@ from fedtailor.core.client import initial, personal
 from fedtailor.core.data import FederatedData
 from fedtailor.core.federation import Federation
 from fedtailor.core.random import stream
-from fedtailor.core.trees import items, tree_map
+from fedtailor.core.trees import Tree, items, tree_map
 from fedtailor.data import load
 from fedtailor.data.configs import PolynomialConfig
 from fedtailor.errors import ConfigError, RoundAbandoned
@@ -450,6 +450,36 @@ def test_theorem_1_the_lagrangian_falls_where_rho_is_large_enough() -> None:
     large, small = _lagrangian(100.0), _lagrangian(0.01)
     assert all(b < a for a, b in pairwise(large))
     assert small[-1] > small[0]  # the assumption is needed
+
+
+def test_lemma_1_a_dual_moves_although_its_model_stands_still() -> None:
+    """No L with |a step| <= L |v step|: another client's data can move w so that (10) gives the same v again."""
+    rho, theta, lam = 0.7, 0.4, 0.3
+    d = rho / (lam + rho)
+    data = make_data("regression", names=("ada", "di"), outputs=1)
+    model = make_model("linear", data)
+    w0 = ridge.as_vector(model, model.params)[:, 0]
+    designs = [torch.cat([x := data.train.of(i)[0], torch.ones(len(x), 1, dtype=F64)], dim=1) for i in range(2)]
+    y, eye = data.train.of(0)[1][:, 0], torch.eye(5, dtype=F64)
+    v1 = torch.linalg.solve(designs[0].T @ designs[0] + rho * eye, rho * w0 + designs[0].T @ y)  # from v = w, z = a = 0
+    w1 = (w0 + theta * v1) / (1 + theta) - d * (v1 - w0)  # with which w + z + a is as before
+    other = (2 * w1 - 2 * d * w0) / (1 - d) - v1
+    moment = (designs[1].T @ designs[1] + rho * eye) @ other - rho * w0
+    theirs = designs[1] @ torch.linalg.solve(designs[1].T @ designs[1], moment)
+    data = replace(data, train=replace(data.train, y=torch.cat([data.train.of(0)[1], theirs[:, None]])))
+
+    def after(cells: int) -> Tree:
+        algorithm = Learn2pFed(
+            outer="train", serve="unrolled", lam=lam, rho=rho, theta=theta, cells=cells, outer_lr=0.0
+        )
+        fed = federate(algorithm, data, model)
+        run(fed, rounds=1)
+        return tree_map(lambda v: v[0], fed.engine.get_states()["state"])
+
+    one, two = after(1), after(2)
+    torch.testing.assert_close(one["v"][:, 0], v1, rtol=0, atol=1e-12)
+    assert float((two["v"] - one["v"]).norm()) < 1e-12
+    assert float((two["a"] - one["a"]).norm()) > 0.1
 
 
 @pytest.mark.parametrize("outer", ["loo", "holdout"])

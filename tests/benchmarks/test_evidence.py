@@ -202,6 +202,14 @@ def test_rows_of_one_table_come_one_after_the_other(site: Path) -> None:
     assert set(kept) == {f"fed{x}_{c}-seed0" for x in ("avg", "per") for c in ("small", "large")}
 
 
+def test_a_row_may_have_some_of_its_columns(site: Path) -> None:
+    part = evidence.table("own/table", rows="FedAvg", only=["large"], seeds=1)
+    assert part.columns == ("", "small", "large")
+    assert part.row("FedAvg").cells.keys() == part.row("FedAvg").digests.keys() == {"large"}
+    assert f"| FedAvg |  | {part.row('FedAvg').cells['large']} | a |" in records.markdown(part)
+    assert not (site / "runs" / "own-table-cpu" / "fedavg_small-seed0").exists()
+
+
 def test_what_is_shown_of_rows_without_runs() -> None:
     lost = RecordedRow("A", {"x": "1"}, Provenance("0.1.0", "1111111", (0, 2), is_kept=False), digests={"x": (1.0,)})
     lost.digest_commit = "2222222"

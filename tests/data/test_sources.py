@@ -78,6 +78,7 @@ def test_every_source_is_in_the_union_and_described() -> None:
             "own": {"load": "a:b"},
             "pfllib": {"path": "x"},
             "image-folder": {"path": "x"},
+            "image-masks": {"path": "x"},
             "text": {"path": "x"},
         }.get(name, {})
         assert type(ADAPTER.validate_python({"source": name, **needed})) is info.config

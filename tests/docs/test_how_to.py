@@ -60,6 +60,19 @@ def test_images_and_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert results[0]["last"]["clients"] == results[1]["last"]["clients"]  # the same images
 
 
+def test_segmentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL.Image", reason="needs Pillow, of the extra images")
+    pytest.importorskip("monai", reason="needs MONAI, of the extra segmentation")
+    page = run_page(ROOT / "docs/how-to/segmentation.md", monkeypatch)
+    results = RunFolder(Path("runs/scans")).results
+    assert results is not None
+    assert results["last"]["test"]["dice"]["mean"] > 0.8
+    assert "data:image/png;base64," in Path("runs/scans/report.html").read_text()
+    assert len(list(Path("north-masks").glob("*.png"))) == 16
+    assert Path("3-mask.png").is_file()
+    assert page.run.results["metric"] == "dice"
+
+
 def test_bring_your_model(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     page = run_page(ROOT / "docs/how-to/bring-your-model.md", monkeypatch)

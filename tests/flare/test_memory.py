@@ -164,3 +164,29 @@ def test_participants_are_started_with_few_arenas(tmp_path: Path, monkeypatch: p
     assert start_command("server", tmp_path).environment["MALLOC_ARENA_MAX"] == "2"
     monkeypatch.setenv("MALLOC_ARENA_MAX", "5")
     assert start_command("server", tmp_path).environment["MALLOC_ARENA_MAX"] == "5"
+
+
+def test_a_site_imports_only_what_its_run_needs(tmp_path: Path) -> None:
+    """They would take a second and a hundred megabytes at every site."""
+    program = """
+import sys
+from pathlib import Path
+import fedtailor.flare.nvidia, fedtailor.flare.site
+assert not {"scipy", "pandas", "sympy", "sklearn"} & set(sys.modules), "imported with the site"
+from fedtailor.experiments.building import assemble
+from fedtailor.flare.protocol import config_for
+from tests.flare.test_site import Asked
+before = set(sys.modules)
+asked = Asked(Path(sys.argv[1]))
+assert "error" not in asked.start(), asked
+assert "error" not in asked.begin(1, 0)
+assert "error" not in asked.call()[0]
+server = asked.experiment.algorithm.server_init(asked.experiment.model)
+request = {"op": "evaluate", "round": 1, "splits": ["val"], "keep": "last"}
+assert "error" not in asked.ask(request, server)[0]
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+    pytest.importorskip("nvflare")
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not {"scipy", "pandas", "sympy", "sklearn", "matplotlib"} & set(done.stdout.split())

@@ -96,7 +96,8 @@ def test_a_secure_sum_in_a_run_without_them_is_refused(tmp_path: Path) -> None:
     federated.run()
     site = federated.link.services["client-00"]
     assert site._job is not None
-    request = codec.encode({"round": site._job.round, "sum": 1, "step": "keys", "term": SumTerm(0, ()).header}, None)
+    site._job.round = 1
+    request = codec.encode({"round": 1, "sum": 1, "step": "keys", "term": SumTerm(0, ()).header}, None)
     reply = site.answer("server", ENVELOPE.pack(site._session, site._last + 1) + request)
     assert codec.decode_header(reply)["refused"].startswith("a secure sum in a run without")
 

@@ -17,7 +17,8 @@ from fedtailor.core.trees import Tree, items
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig
-from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, promise
+from fedtailor.experiments.store import read_json, write_json
+from fedtailor.flare.protocol import ENVELOPE, PROTOCOL, config_for, data_schema, promise, unset_keys
 from fedtailor.flare.server import SiteRpc
 from fedtailor.flare.site import AUDIT, SERVER, SiteService, SiteState, read_site
 from tests.flare.sites import write_sites
@@ -25,7 +26,15 @@ from tests.helpers import make_data
 from tests.small import config
 
 SESSION = b"s" * 16
-HELLO = {"op": "hello", "version": __version__, "run": "run-1", "model": "mlp", "rounds": 3, "seed": 0}
+HELLO = {
+    "op": "hello",
+    "protocol": PROTOCOL,
+    "version": __version__,
+    "run": "run-1",
+    "model": "mlp",
+    "rounds": 3,
+    "seed": 0,
+}
 
 
 class Asked:
@@ -55,7 +64,9 @@ class Asked:
         return codec.decode(self.site.answer(caller, request))
 
     def hello(self, **changes: Any) -> dict[str, Any]:
-        return self.ask(HELLO | {"algorithm": self.algorithm} | changes)[0]
+        about: dict[str, Any] = {"algorithm": self.algorithm, "model": self.config.model.name}
+        about |= {"rounds": self.config.rounds, "seed": self.config.seed}
+        return self.ask(HELLO | about | changes)[0]
 
     def start(self, run: str = "run-1", **changes: Any) -> dict[str, Any]:
         self.hello(run=run)
@@ -101,7 +112,8 @@ def asked(tmp_path: Path) -> Asked:
         ({"model": "os:system"}, {}, 'model "os:system" is not in the policy'),
         ({"rounds": 200}, {"max_rounds": 100}, "200 rounds"),
         ({}, {"min_samples": 10}, "this site has fewer than 10 training samples"),
-        ({"version": "0.0.9"}, {}, f"the server runs fedtailor 0.0.9, this site {__version__}"),
+        ({"protocol": 2, "version": "0.9.1"}, {}, "the server speaks protocol 2 (fedtailor 0.9.1), this site 1"),
+        ({"protocol": "1"}, {}, "the server speaks protocol 1"),
         ({"run": "../../etc"}, {}, '"../../etc" cannot be the name of a run'),
         ({"data": "/etc/passwd"}, {}, 'hello with "data" is not known'),
     ],
@@ -120,7 +132,7 @@ def test_what_the_policy_does_not_let_out(tmp_path: Path) -> None:
     assert 'sends "body"' in answer["refused"]
 
 
-@pytest.mark.parametrize("part", ["version", "algorithm", "options", "sends", "sums"])
+@pytest.mark.parametrize("part", ["protocol", "streams", "algorithm", "options", "sends", "sums"])
 def test_a_promise_that_differs(part: str, tmp_path: Path) -> None:
     assert Asked(tmp_path).start(**{part: "other"})["refused"].startswith(f"the server's {part} is not this site's")
 
@@ -300,3 +312,41 @@ def test_a_long_computation_is_waited_for_and_a_dead_site_is_not() -> None:
         lines.take_back()
         time.sleep(0.01)
     assert lines.away == {}
+
+
+def test_another_minor_version_takes_part(tmp_path: Path) -> None:
+    """Its configuration has a key that this site's version lacks; at its default it changes nothing."""
+    made = Asked(tmp_path)
+    made.hello(version="0.9.0")
+    assert made.site._data is not None
+    made.experiment = assemble(made.config, made.site._data)
+    config = config_for(made.config, 0)
+    config["federation"]["planets"] = 8
+    config["moons"] = {}
+    header = {"op": "start", "client": 0, "schema": data_schema(made.site._data), "first": 0}
+    header |= {"promise": promise(made.experiment), "config": config}
+    assert "error" in made.ask(header)[0]
+    del config["moons"]
+    assert "error" in made.ask(header)[0]
+    assert "error" not in made.ask(header | {"unset": ["federation.planets"]})[0]
+
+
+def test_a_run_of_an_earlier_version_goes_on(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked.call()
+    asked.ask({"op": "keep", "round": 1})
+    path = asked.folder / "run-1" / "run.json"
+    stored = read_json(path)
+    del stored["config"]["federation"]["threads"]  # a key that the earlier version did not have yet
+    write_json(path, stored)
+    for module in ("protocol", "kits", "server"):
+        monkeypatch.setattr(f"fedtailor.flare.{module}.__version__", "0.2.1")
+    asked.restart()
+    assert asked.start()["kept"] == [0, 1]
+    assert "error" not in asked.begin(2, 1)
+
+
+def test_what_the_server_left_at_its_default_is_listed() -> None:
+    keys = unset_keys(config("federation.threads=3"))
+    assert "federation.threads" not in keys
+    assert "federation.max_norm" in keys
+    assert "local.lr" not in keys

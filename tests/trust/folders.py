@@ -206,7 +206,7 @@ def make_site(root: Path) -> tuple[Path, dict[str, Reader]]:
 
     def spent(path: Path) -> Any:
         account = PrivacyAccount(SitePrivacy(**privacy), path / "private")
-        known = RunUsage(Budget(), path / "private/run-1", RunNeed(3, 1, 18))
+        known = RunUsage(Budget(), path / "private/run-1", RunNeed(0, 3, 1, 18))
         return (
             account._replies(),
             known.evaluations,

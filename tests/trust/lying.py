@@ -29,7 +29,7 @@ from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.trees import Tree, items
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig
-from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, promise
+from fedtailor.flare.protocol import ENVELOPE, PROTOCOL, config_for, data_schema, promise
 from fedtailor.flare.site import SERVER, SiteService, read_site
 from fedtailor.version import __version__
 from tests.flare.sites import write_sites
@@ -90,7 +90,14 @@ class World:
         self.numbers = dict.fromkeys(self.sites, 0)
         self.masked: list[bytes] = []
         self.adverts: list[bytes] = []
-        hello = {"op": "hello", "version": __version__, "run": "run-1", "algorithm": "jointls", "model": "linear"}
+        hello = {
+            "op": "hello",
+            "protocol": PROTOCOL,
+            "version": __version__,
+            "run": "run-1",
+            "algorithm": "jointls",
+            "model": "linear",
+        }
         about = {"schema": data_schema(self.data), "promise": promise(self.experiment), "first": 0}
         for i in self.sites:
             start = {"op": "start", "config": config_for(self.config, i), "client": i, "cohort": list(NAMES)} | about

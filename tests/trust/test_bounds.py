@@ -19,7 +19,7 @@ from fedtailor.experiments.store import RunFolder, round_line, write_json
 from fedtailor.flare import server as flare
 from fedtailor.flare.audit import audit_lines
 from fedtailor.flare.policy import Budget
-from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, hello_fault, promise
+from fedtailor.flare.protocol import ENVELOPE, PROTOCOL, config_for, data_schema, hello_fault, promise
 from fedtailor.flare.site import AUDIT, SERVER, SiteService, read_site
 from fedtailor.version import __version__
 from tests.flare.sites import Sites, write_sites
@@ -36,28 +36,36 @@ CALL = {"function": "local", "round": 1, "call": 0, "placed": [False], "taped": 
 class Sealed:
     """Three sites in a run with secure sums, and a server that may say anything to them."""
 
-    def __init__(self, root: Path, *settings: str, scale: float = 1.0, **policy: Any) -> None:
+    def __init__(self, root: Path, *settings: str, algorithm: str = "fedavg", **policy: Any) -> None:
         self.data = make_data(names=list(NAMES))
-        self.data.train.x.mul_(scale)
-        self.config = config(
-            "algorithm.name=fedavg",
+        self.settings = (
+            f"algorithm.name={algorithm}",
             "data={source='sites'}",
             "model.dtype=float64",
             "privacy.secure_sum=true",
             *settings,
         )
+        self.config = config(*self.settings)
         self.experiment = assemble(self.config, self.data)
         files = write_sites(root, self.data, **({"sums_of": 3} | policy))
         self.sites = {i: SiteService(read_site(file), name) for i, (name, file) in enumerate(files.items())}
         self.folders = {i: file.parent / "private" for i, file in enumerate(files.values())}
         self.numbers = dict.fromkeys(self.sites, 0)
-        hello = {"op": "hello", "version": __version__, "run": "run-1", "algorithm": "fedavg", "model": "mlp"}
-        about = {"schema": data_schema(self.data), "promise": promise(self.experiment), "first": 0}
         for i in self.sites:
-            start = {"op": "start", "config": config_for(self.config, i), "client": i} | about
-            for header in (hello | {"rounds": 3, "seed": 0}, start | {"cohort": list(NAMES)}, BEGIN):
-                answer = self.ask(i, header)[0]
-                assert "error" not in answer, answer
+            answer = self.start(i)
+            assert "error" not in answer, answer
+            assert "error" not in self.ask(i, BEGIN)[0]
+
+    def start(self, site: int, *settings: str, cohort: tuple[str, ...] = NAMES, **changes: Any) -> dict[str, Any]:
+        """What a site answers to hello and start, of which each may have another configuration."""
+        made = config(*self.settings, *settings)
+        hello = {"op": "hello", "protocol": PROTOCOL, "version": __version__, "run": changes.pop("run", "run-1")}
+        hello |= {"algorithm": made.algorithm.name}
+        hello |= {"model": made.model.name, "rounds": made.rounds, "seed": changes.pop("seed", made.seed)}
+        about = {"schema": data_schema(self.data), "promise": promise(assemble(made, self.data)), "first": 0}
+        self.ask(site, hello)
+        start = {"op": "start", "config": config_for(made, site), "client": site, "cohort": list(cohort)}
+        return self.ask(site, start | about | changes)[0]
 
     def raw(self, site: int, header: dict[str, Any], tree: Tree = None) -> bytes:
         self.numbers[site] += 1
@@ -141,7 +149,7 @@ def test_b2_a_number_beyond_the_range_of_a_sum_is_not_told(tmp_path: Path) -> No
             assert sums is not None
             for number, kept in sums._replies.items():
                 grown = {k: v * 1e9 if k.startswith("0/") else v for k, v in kept.reply.items()}
-                sums._replies[number] = type(kept)(kept.function, grown, kept.message)
+                sums._replies[number] = type(kept)(kept.function, grown, kept.history)
 
     federated.link.before = large
     folder = federated.run()
@@ -250,7 +258,7 @@ def test_b5_a_new_name_is_no_new_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("limit", "what"), [("calls_per_day", "calls"), ("calls_in_all", "calls")])
 def test_b5_calls_are_booked_as_well(limit: str, what: str, tmp_path: Path) -> None:
     made = Asked(tmp_path, budget={"min_rows": 1, limit: 2})
-    assert f"5 {what}" in made.start()["refused"]
+    assert f"105 {what}" in made.start()["refused"]  # five rounds, and 100 spare ones
 
 
 def test_b5_a_round_has_the_calls_that_its_algorithm_needs(tmp_path: Path) -> None:

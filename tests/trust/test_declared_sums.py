@@ -22,7 +22,7 @@ from fedtailor.engines.wire import Remote, Wire
 from fedtailor.errors import RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import assemble
-from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, promise
+from fedtailor.flare.protocol import ENVELOPE, PROTOCOL, config_for, data_schema, promise
 from fedtailor.flare.site import SERVER, SiteService, read_site
 from fedtailor.version import __version__
 from tests.flare.sites import write_sites
@@ -67,7 +67,14 @@ def over_flare(root: Path) -> tuple[Experiment, dict[int, LineTo]]:
     for i, (name, file) in enumerate(write_sites(root, data, sums_of=3).items()):
         service = SiteService(read_site(file), name)
         lines[i] = line = LineTo(numbered(service))
-        hello = {"op": "hello", "version": __version__, "run": "run-1", "algorithm": "fednova", "model": "mlp"}
+        hello = {
+            "op": "hello",
+            "protocol": PROTOCOL,
+            "version": __version__,
+            "run": "run-1",
+            "algorithm": "fednova",
+            "model": "mlp",
+        }
         about = {"client": i, "schema": data_schema(data), "promise": promise(experiment), "first": 0}
         for header in (
             hello | {"rounds": 3, "seed": 0},

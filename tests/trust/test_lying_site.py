@@ -290,7 +290,7 @@ def test_l10_a_secure_mean_whose_weights_are_above_all_samples_is_abandoned(tmp_
             assert job.client.sums is not None
             for number, kept in job.client.sums._replies.items():
                 grown = {k: v * 1e4 if k == "1" else v for k, v in kept.reply.items()}
-                job.client.sums._replies[number] = type(kept)(kept.function, grown, kept.message)
+                job.client.sums._replies[number] = type(kept)(kept.function, grown, kept.history)
 
     federated.link.before = heavy
     lines = federated.run().metrics()

@@ -93,6 +93,7 @@ class Explored:
         self.messages: dict[tuple[Any, ...], tuple[dict[str, Any], Any]] = {}
         monkeypatch.setattr(secure_sum, "advertise", lambda: (keys_of(me), split_card(me)))
         self.states = 0
+        self.histories = {call: kept.history for call, kept in self._fresh(Party(me))._replies.items()}
         self.words = self._explore()
 
     def _moves(self) -> Iterator[tuple[Any, ...]]:
@@ -178,7 +179,7 @@ class Explored:
         if step == "keys":
             return {"term": cohort.header}, None
         cards = {c: card_of(c) for c in cohort}
-        context = transcript(Asked("", 1, number, term, "message", RULES.digest), cards)
+        context = transcript(Asked("", 1, number, term, self.histories[term.call], RULES.digest), cards)
         if step == "deal":
             return {"clients": list(cohort)}, pack(cards[c] for c in cohort)
         if step == "mask":

@@ -1,7 +1,8 @@
 """A client's part in secure sums: it keeps its replies, answers the steps of a sum, and refuses what would open one.
 
-What all clients of a sum must agree on is hashed into one transcript: the run, the round, the call and the message that
-they answered, the term, the rules of the run's sums, and everybody's keys. Keys are derived from it, so
+What all clients of a sum must agree on is hashed into one transcript: the run with its configuration, the round, all
+calls of it that they have answered, the term, the rules of the run's sums, and everybody's keys. Keys are derived from
+it, so
 clients that were told different things cannot open anything together. Before the last step every client signs the
 transcript and who is counted, and opens nothing without the same word from as many as the threshold.
 """
@@ -54,12 +55,12 @@ class Asked:
     round: int
     number: int
     term: SumTerm
-    message: str  # a hash of what the call of the term was asked with
+    history: str  # a hash of all messages that were answered in the round, up to that of the term's call
     rules: str  # a hash of what is fixed as the run begins, `SumRules.digest`
 
     @property
     def text(self) -> bytes:
-        return json.dumps([self.run, self.round, self.number, self.term.header, self.message, self.rules]).encode()
+        return json.dumps([self.run, self.round, self.number, self.term.header, self.history, self.rules]).encode()
 
 
 @dataclass(frozen=True)
@@ -103,15 +104,18 @@ def message_digest(function: str, placed: Sequence[bool], args: Sequence[Tree]) 
 
 
 class Opened:
-    """Which clients the replies of the latest round were added up over.
+    """Which clients the replies of the latest round were added up over, and from which private state mine was computed.
 
     It outlives a round that is begun again, and at a site its process: two sums over different clients, of the same
-    replies or of replies to the same message, differ by those of the clients who are in one only.
+    replies or of replies to the same message, differ by those of the clients who are in one only; two sums for which
+    one client alone began from another state differ by that client's replies.
     """
 
-    def __init__(self, round: int | None = None, cohort: Iterable[str] = ()) -> None:
+    def __init__(self, round: int | None = None, cohort: Iterable[str] = (), state: str = "") -> None:
         self.round = round
         self.cohort = frozenset(cohort)
+        self.state = state
+        self.present = state  # a hash of the state that the current round began from
         self.save: Callable[[Opened], None] = lambda opened: None
 
     def claim(self, round: int, names: Iterable[str]) -> None:
@@ -121,7 +125,9 @@ class Opened:
         cohort = frozenset(names)
         if round == self.round and cohort != self.cohort:
             raise ValueError(f"replies of round {round} were summed over other clients before")
-        self.round, self.cohort = round, cohort
+        if round == self.round and self.present != self.state:
+            raise ValueError(f"replies of round {round} were summed from another private state before")
+        self.round, self.cohort, self.state = round, cohort, self.present
         self.save(self)
 
 
@@ -132,7 +138,7 @@ class Party:
     me: int
     sums_of: int = 2  # replies of fewer clients, or owners, are not added up
     identity: Identity | None = None  # None: all clients are in one process, and nothing is signed
-    run: str = ""
+    run: str = ""  # its name, and a hash of the configuration that it began with
     opened: Opened = field(default_factory=Opened)
     owners: Mapping[str, str] = field(default_factory=dict)  # of clients; one without is its own
 
@@ -165,7 +171,7 @@ class _Masked:
 class _Kept:
     function: str
     reply: dict[str, Tensor]
-    message: str
+    history: str
 
 
 class Member:
@@ -176,14 +182,16 @@ class Member:
         self.party, self.rules, self._conceal = party, rules, conceal
         self._digest = rules.digest
         self._replies: dict[int, _Kept] = {}
+        self._history = ""  # a reply depends on all calls before it, by the private state
         self._begun: set[tuple[int, str, str | None]] = set()  # call, leaf and weight
         self._stages: dict[int, Any] = {}
 
     def keep(self, call: int, function: str, reply: Tree, message: str = "") -> None:
         """A reply that stays here until it is asked for as a term of a sum; `message` is a hash of what it answers."""
-        if call in self._replies and self._replies[call].message != message:
-            raise ValueError(f"call {call} was answered before, to another message")
-        self._replies[call] = _Kept(function, dict(items(reply)), message)
+        self._history = hashlib.sha256(json.dumps([self._history, call, message]).encode()).hexdigest()
+        if call in self._replies:  # it has changed the private state, too
+            raise ValueError(f"call {call} was answered before")
+        self._replies[call] = _Kept(function, dict(items(reply)), self._history)
 
     def answer(self, header: dict[str, Any], tree: Tree) -> tuple[dict[str, Any], Tree]:
         """One step of a sum; each can be made once, in order."""
@@ -209,8 +217,8 @@ class Member:
             raise ValueError(f"sum {number} was begun before")
         term = SumTerm.read(header["term"])
         self._refuse_undeclared(term)
-        message = self._replies[term.call].message
-        asked = Asked(self.party.run, header["round"], number, term, message, self._digest)
+        history = self._replies[term.call].history
+        asked = Asked(self.party.run, header["round"], number, term, history, self._digest)
         keys, advert = secure_sum.advertise()
         self._stages[number] = (keys, asked)
         identity = self.party.identity

@@ -37,8 +37,8 @@ class Learn2pFedHead(UnrolledCells, Algorithm):  # type: ignore[override]  # cou
     validation samples, nothing is learned from them."""
     serve: Literal["shrunk", "own"] = "shrunk"
     """Predict with the shrunk head w + z, or with v (paper). The outer loss is that of what is served."""
-    v_lr: float = 0.1
-    """Step size of (14)."""
+    v_lr: float = 0.01
+    """Step size of (14); with long features, as those of a convolutional network, steps of 0.1 diverge."""
     body: Literal["epochs", "joint"] = "epochs"
     """Train the body for local epochs under the head v before the cells; or by one step of Adam, with the run's
     learning rate, along the gradient of the outer loss through all cells (paper)."""
@@ -120,7 +120,7 @@ class Learn2pFedHead(UnrolledCells, Algorithm):  # type: ignore[override]  # cou
         split = "val" if self.outer == "holdout" else "train"
         count = (me.val if self.outer == "holdout" else me.train).mask.sum()
         loss = me.loss(self.body_of(me.state) | as_head(self.served(me.state, w), me.model), split)
-        return me.state, (loss * count, count)
+        return me.state, (loss if self.sum_loss else loss * count, count)  # (13) has the F of (14), a mean
 
     def served(self, state: Tree, w: Tensor) -> Tensor:
         """The head that predicts, as a column."""

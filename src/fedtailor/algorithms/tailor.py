@@ -88,7 +88,7 @@ class Tailor(RandomCoefficients):
     }
 
     def check(self, model: Model, task: str) -> None:
-        if task not in ("classification", "regression"):
+        if task not in ("classification", "regression", "segmentation"):
             raise ConfigError(f"algorithm.name: Tailor mixes predictions of classes or numbers; it is not for {task}")
 
     @property

@@ -177,7 +177,9 @@ def drift(
 
 def predict(
     run: RunOrFit,
-    data: Annotated[Path, typer.Argument(metavar="FILE", help="Rows to predict: CSV or Parquet; or .npz with x.")],
+    data: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Rows to predict: CSV or Parquet; or .npz with x; images.")
+    ],
     site: Annotated[str, typer.Option("--site", help="Site whose model to use; default: by column.")] = "",
     client_column: Annotated[
         str | None, typer.Option("--client-column", help="Column that names each row's site, if there is no --site.")
@@ -194,21 +196,29 @@ def predict(
     """Predict new rows with the personal model of one site, or of each row's own site.
 
     Rows are prepared as in training. The output file has all columns of FILE, the prediction and, in
-    classification, class probabilities.
+    classification, class probabilities. Of an image, or a folder of images, the predicted masks are written.
     """
     from fedtailor.data.tabular.read import client_name
+    from fedtailor.experiments.store import latest
     from fedtailor.serving.predict import check_ending, predict_by_site, predict_file, write_frame
     from fedtailor.tables.serve import personal, site_column
 
+    accept_trust(run, trust)
+    known = personal(run, site, data_root) if site else None
+    if known is not None and known.task == "segmentation":
+        from fedtailor.serving.predict_masks import write_masks
+
+        files = write_masks(known, latest(run), data, out)
+        more = f" and {len(files) - 1} more masks" if len(files) > 1 else ""
+        print("\n".join([*known.notes, f"wrote {files[0]}{more}, predicted by {known.title} for {site}"]))
+        return
     if out is not None:
         check_ending(out)
-    accept_trust(run, trust)
     target = out or Path(f"{client_name(data) or data.stem}-predicted.csv")
     column = client_column or (None if site else site_column(run))
-    if site:
-        model = personal(run, site, data_root)
-        frame, notes = predict_file(model, data, interval), model.notes
-        by = f"predicted by {model.title} for {site}"
+    if known is not None:
+        frame, notes = predict_file(known, data, interval), known.notes
+        by = f"predicted by {known.title} for {site}"
     elif column is None:
         raise ConfigError("whose model? Name a site with --site, or the column that names it with --client-column")
     else:

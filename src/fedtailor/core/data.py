@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fedtailor.core.segmentation import VOID
 from fedtailor.core.task import IGNORED, TargetKind
 from fedtailor.core.trees import Tree, items, leaves, to_device, tree_map
 from fedtailor.errors import DataError, nearest
 
-KINDS = ("classification", "multilabel", "regression", "count", "survival", "tokens", "own")
+KINDS = ("classification", "multilabel", "regression", "count", "survival", "tokens", "segmentation", "own")
 Shape = Any  # of one sample: tuple[int, ...], or by name where it has several parts
 SPLITS = ("train", "val", "test")
 Inputs = Any  # Tensor | dict[str, Tensor] | Stored
@@ -313,6 +314,10 @@ class FederatedData:
         wanted, fits = self._target_form(y)
         if not fits:
             raise DataError(f"{where}: y of {self.task} must be {wanted}, and is {y.dtype} {list(y.shape)}")
+        if self.task == "segmentation" and samples:
+            x = next(iter(dict(items({"x": rows.first(1)})).values()))
+            if x.shape[2:] != y.shape[1:]:
+                raise DataError(f"{where}: images are {list(x.shape[2:])} and masks {list(y.shape[1:])}")
 
     def _check_inputs(self, where: str, x: Tree, training: Tree) -> None:
         parts, known = dict(items({"x": x})), dict(items({"x": training}))
@@ -325,12 +330,18 @@ class FederatedData:
                 )
             if training is not None and name not in known:
                 raise DataError(f"{where}: {name} is not in the training samples; {nearest(name, known)}")
-            if training is not None and (v.shape[1:], v.dtype) != (known[name].shape[1:], known[name].dtype):
+            if training is not None and not self._is_alike(v, known[name]):
                 here, before = (f"{t.dtype} {list(t.shape[1:])}" for t in (v, known[name]))
                 what = "" if name == "x" else f"{name}: "
                 raise DataError(f"{where}: {what}samples are {here}, in training they are {before}")
         if missing := sorted(known.keys() - parts.keys()):
             raise DataError(f"{where}: samples have no {missing[0]}, in training they have")
+
+    def _is_alike(self, v: Tensor, training: Tensor) -> bool:
+        """Whether samples are as in training; whole images may be larger than the patches of training."""
+        channels = slice(1, 2 if self.task == "segmentation" else None)
+        known = (training.shape[channels], training.dim(), training.dtype)
+        return (v.shape[channels], v.dim(), v.dtype) == known
 
     def _target_form(self, y: Tensor) -> tuple[str, bool]:
         """What targets must look like, in words, and whether they do."""
@@ -339,6 +350,10 @@ class FederatedData:
             "classification": ("int64 [rows]", y.dtype == torch.int64 and y.dim() == 1),
             "tokens": ("int64 [rows, tokens]", y.dtype == torch.int64 and y.dim() == 2),
             "count": (f"int64 [rows, {columns}]", y.dtype == torch.int64 and y.shape[1:] == (columns,)),
+            "segmentation": (
+                "uint8 [rows, height, width] or [rows, depth, height, width]",
+                y.dtype == torch.uint8 and y.dim() in (3, 4),
+            ),
             "own": ("a tensor", True),
         }.get(self.task, (f"floating point [rows, {columns}]", y.is_floating_point() and y.shape[1:] == (columns,)))
 
@@ -364,6 +379,11 @@ class FederatedData:
                     f"{self._where(split, rows, wrong)}: the label {label} is none of the {self.outputs} classes, "
                     f"which are numbered 0 to {self.outputs - 1}"
                 )
+        elif self.task == "segmentation" and (wrong := (y >= self.outputs) & (y != VOID)).any():
+            raise DataError(
+                f"{self._where(split, rows, wrong)}: the mask has class {int(y[wrong][0])}; there are {self.outputs} "
+                f"classes, numbered from 0, and {VOID} for what does not count"
+            )
         elif self.task == "multilabel" and (wrong := (y != 0) & (y != 1)).any():
             raise DataError(f"{self._where(split, rows, wrong)}: a label is neither 0 nor 1")
         elif self.task == "count" and (wrong := y < 0).any():

@@ -18,7 +18,8 @@ from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
 from fedtailor.core.reduce import Aggregation
 from fedtailor.core.task import Loss, Metric, Task, default_task, usual_metrics
-from fedtailor.core.trees import Tree, leaves, to_device, tree_map
+from fedtailor.core.trees import Params, Tree, leaves, to_device, tree_map
+from fedtailor.core.windows import predict_in_windows
 
 
 class Mixing(NamedTuple):
@@ -43,6 +44,7 @@ class Experiment:
     task: Task = field(default=None)  # type: ignore[assignment]  # that of the data, if it is not given
     metrics: tuple[Metric, ...] = ()  # the first decides; those of the task, if none are given
     evaluation_batch: int = 0  # samples of a pass in evaluation; 0: as many as need little memory
+    window: tuple[int, ...] = ()  # in which images are evaluated; none: whole
 
     def __post_init__(self) -> None:
         if self.task is None:
@@ -87,6 +89,14 @@ class Experiment:
     def loss(self) -> Loss:
         """The loss of each sample, [rows]."""
         return self.task.loss
+
+    def predict(self, model: Params, x: Tree) -> Tree:
+        """What a client's model says of samples, of large images window by window."""
+
+        def whole(x: Tree) -> Tree:
+            return self.algorithm.predict(self.model, model, x)
+
+        return predict_in_windows(whole, x, self.window) if self.window else whole(x)
 
     @cached_property
     def reply_sizes(self) -> dict[str, int]:

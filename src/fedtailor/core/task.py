@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedtailor.core.segmentation import Segmentation
 from fedtailor.core.trees import Tree
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.plugins import import_object
 
 Loss = Callable[[Tree, Tensor], Tensor]  # (outputs, targets) -> one number per sample
-TargetKind = Literal["classification", "multilabel", "regression", "count", "survival", "tokens", "own"]
+TargetKind = Literal["classification", "multilabel", "regression", "count", "survival", "tokens", "segmentation", "own"]
 IGNORED = -100  # a token without a loss: padding
 
 
@@ -251,6 +252,7 @@ TASKS: dict[str, type[Any]] = {
     "quantile": Quantile,
     "survival": Survival,
     "tokens": Tokens,
+    "segmentation": Segmentation,
 }
 
 
@@ -269,7 +271,7 @@ def find(name: str) -> type[Any]:
 def make(name: str, options: Mapping[str, Any]) -> Task:
     """A task with its options."""
     kind = find(name)
-    known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
+    known = [f.name for f in fields(kind) if f.init] if is_dataclass(kind) else []
     for key in options:
         if key not in known:
             hint = nearest(key, known) if known else "it has none"
@@ -300,7 +302,12 @@ class OwnTask:
     @property
     def loss(self) -> Loss:
         loss: Loss = self.own.loss
-        return loss
+        return self._of_batch if self.mixes else loss
+
+    def _of_batch(self, outputs: Tree, target: Tensor) -> Tensor:
+        """A loss that depends on the batch may be one number for it, as torch's own are."""
+        value: Tensor = self.own.loss(outputs, target)
+        return value.expand(len(target)) if value.dim() == 0 else value
 
     def outputs(self, columns: int) -> int:
         return int(self.own.outputs(columns)) if hasattr(self.own, "outputs") else columns

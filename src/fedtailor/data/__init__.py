@@ -15,10 +15,12 @@ from fedtailor.data.configs import (
     DigitsConfig,
     DuwMnistConfig,
     ElectricityConfig,
+    EyesConfig,
     FashionMnistConfig,
     FolderConfig,
     HeartDiseaseConfig,
     ImageFolderConfig,
+    ImageMasksConfig,
     MiniImageNetConfig,
     MixedShiftsConfig,
     MnistConfig,
@@ -55,7 +57,15 @@ class SourceInfo:
     @property
     def has_pixels(self) -> bool:
         """Whether samples are images of bytes; `load` then takes the `dtype` that pixels are scaled in."""
-        return self.module in ("images", "image_folder", "cifar100", "thumbnails", "duw_data", "mixed_shifts")
+        return self.module in (
+            "images",
+            "image_folder",
+            "cifar100",
+            "thumbnails",
+            "duw_data",
+            "mixed_shifts",
+            "mask_folder",
+        )
 
 
 # modules are strings so that listing the sources imports neither torch nor polars
@@ -78,6 +88,7 @@ SOURCES: dict[str, SourceInfo] = {
     "heart-disease": SourceInfo("UCI heart disease at four hospitals", HeartDiseaseConfig, "heart"),
     "school": SourceInfo("School, exam scores of pupils in 139 schools: natural clients", SchoolConfig, "school"),
     "clinc150": SourceInfo("CLINC150, requests to an assistant, 150 intents in 10 domains", Clinc150Config, "clinc"),
+    "eyes": SourceInfo("retinal vessels at four eye clinics: segmentation", EyesConfig, "mask_folder"),
     "polynomial": SourceInfo("regression on cubic polynomials; no files needed", PolynomialConfig, "polynomial"),
     "electricity": SourceInfo(
         "hourly electricity loads of 203 meters (ECL): forecasting", ElectricityConfig, "electricity"
@@ -94,6 +105,9 @@ SOURCES: dict[str, SourceInfo] = {
     ),
     "image-folder": SourceInfo(
         "your own images: a folder client/class/image, or a CSV of paths", ImageFolderConfig, "image_folder"
+    ),
+    "image-masks": SourceInfo(
+        "your own images with masks: a folder site/images, site/masks", ImageMasksConfig, "mask_folder"
     ),
     "text": SourceInfo("your own sentences and labels, in CSV or Parquet files", TextConfig, "text"),
     "pfllib": SourceInfo("a folder of PFLlib's generate scripts: train/0.npz, test/0.npz ...", PFLlibConfig, "pfllib"),

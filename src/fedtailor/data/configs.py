@@ -356,6 +356,30 @@ class ImageFolderConfig(SplitConfig):
     colours: Literal["rgb", "grey"] = Field(default="rgb", description="Three channels, or one.")
 
 
+class EyesConfig(SplitConfig):
+    """Retinal vessels at four clinics with their cameras and annotators: DRIVE, STARE, CHASE_DB1 and HRF."""
+
+    source: Literal["eyes"] = Field(default="eyes", description="Name of the source.")
+    pooled: bool = Field(
+        default=False, description="All training images at the first clinic: a reference, which is no federation."
+    )
+
+
+class ImageMasksConfig(SplitConfig):
+    """Images with masks in a folder site/images, site/masks: PNG and the like, .npz, or NIfTI."""
+
+    source: Literal["image-masks"] = Field(default="image-masks", description="Name of the source.")
+    path: Path = Field(description="Folder SITE/images/NAME.png and SITE/masks/NAME.png.")
+    size: int = Field(default=0, ge=0, le=4096, description="Height and width that PNG images are scaled to; 0: as is.")
+    colours: Literal["rgb", "grey"] = Field(default="rgb", description="Three channels, or one.")
+    standardise: bool = Field(default=False, description="Scale each image to mean 0 and deviation 1.")
+    subject: str = Field(
+        default="",
+        description="Regular expression: what it finds in a file's name is the person, whose images stay in one split.",
+    )
+    classes: tuple[str, ...] = Field(default=(), description="Names of the classes, 0 first; none: they are numbered.")
+
+
 class TextConfig(SplitConfig):
     """Sentences with labels in tables: one file per client, or one file with a column that names the client."""
 
@@ -426,6 +450,7 @@ DataConfig = Annotated[
     | HeartDiseaseConfig
     | SchoolConfig
     | Clinc150Config
+    | EyesConfig
     | PolynomialConfig
     | ElectricityConfig
     | ShakespeareConfig
@@ -433,6 +458,7 @@ DataConfig = Annotated[
     | StanfordDogsConfig
     | FolderConfig
     | ImageFolderConfig
+    | ImageMasksConfig
     | TextConfig
     | PFLlibConfig
     | SavedConfig

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fedtailor.core.data import Chosen, FederatedData, Rows, count
+from fedtailor.core.segmentation import VOID
 from fedtailor.core.task import IGNORED, TargetKind
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.configs import SplitConfig
+from fedtailor.data.image_masks import are_masks, encode_masks, pad_images
 from fedtailor.data.mapped_arrays import DatasetSamples, JoinedSamples, MappedArray
 from fedtailor.data.splits import client_names, split, starts
 from fedtailor.errors import DataError, nearest
@@ -88,6 +90,12 @@ def federated(
     classes = tuple(classes) or tuple(sorted(named))
     if unknown := sorted(named - set(classes)):
         raise DataError(f'{name}: the label "{unknown[0]}" is not in classes; {nearest(unknown[0], classes)}')
+    if task == "auto" and not classes and are_masks(pairs):
+        task = "segmentation"
+    if task == "segmentation":
+        if lazy:
+            _refuse_random_masks(samples, target, name)
+        pairs = {client: dict(of) for client, of in encode_masks(pairs, name).items()}
     cut = SplitConfig(test=test, val=val)
     parts: dict[str, list[tuple[Tree, Tensor]]] = {s: [] for s in SPLITS}
     for client, of in pairs.items():
@@ -99,7 +107,7 @@ def federated(
             ready = {s: _take_samples(x, y, getattr(cuts, s)) for s in SPLITS}
         for s in SPLITS:
             parts[s].append(ready.get(s) or _take_samples(*ready["train"], np.arange(0)))
-    parts = _pad_equally(parts)
+    parts = {s: pad_images(each) for s, each in parts.items()} if task == "segmentation" else _pad_equally(parts)
     rows = {s: Rows(*_join_clients(each, name), starts([len(y) for _, y in each])) for s, each in parts.items()}
     if not len(rows["train"].y):
         raise DataError(f"{name}: no client has a training sample")
@@ -216,6 +224,20 @@ def _random_datasets(samples: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return []
 
 
+def _refuse_random_masks(samples: Mapping[str, Mapping[str, Any]], target: str, name: str) -> None:
+    """Targets are read once: a mask that moves with its image would not be that of the image that is read next."""
+    for client, of in samples.items():
+        for part in of.values():
+            if not _is_read(part) or not len(part):
+                continue
+            key = target if isinstance(part[0], Mapping) else 1
+            if not _are_same(part[0][key], part[0][key]):
+                raise DataError(
+                    f'{name}: client "{client}": its Dataset gives another mask each time that it is read, and '
+                    "masks are read once; leave out what moves images and set local.augment, which moves both"
+                )
+
+
 def _is_read(samples: Any) -> bool:
     """Whether it is a Dataset that is read item by item."""
     is_other = isinstance(samples, tuple) or is_frame(samples) or hasattr(samples, "column_names")
@@ -251,6 +273,8 @@ def _count_outputs(kind: str, rows: Mapping[str, Rows], classes: Sequence[str]) 
     """The number of classes, or of columns of the target."""
     if classes:
         return len(classes)
+    if kind == "segmentation":
+        return max(2, *(1 + int(torch.where(r.y == VOID, 0, r.y).max()) for r in rows.values() if len(r.y)))
     if kind in ("classification", "tokens"):
         return 1 + max(int(r.y.max()) for r in rows.values() if len(r.y))
     return 1 if kind == "survival" or rows["train"].y.dim() < 2 else rows["train"].y.shape[1]

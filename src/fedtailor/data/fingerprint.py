@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from fedtailor.data.configs import FolderConfig, ImageFolderConfig, SourceConfig, TextConfig
+from fedtailor.data.configs import FolderConfig, ImageFolderConfig, ImageMasksConfig, SourceConfig, TextConfig
 from fedtailor.data.files import expand_home
 from fedtailor.data.sources.image_folder import list_images
+from fedtailor.data.sources.mask_folder import list_pairs
 from fedtailor.data.tabular.read import client_name
 
 
@@ -20,6 +21,8 @@ def digest(config: SourceConfig) -> str | None:
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file() and is_read(f))
     if isinstance(config, ImageFolderConfig):
         files = [*([path] if path.is_file() else []), *(entry.path for entry in list_images(config))]
+    if isinstance(config, ImageMasksConfig):
+        files = [file for pairs in list_pairs(config).values() for pair in pairs for file in pair]
     if isinstance(config, FolderConfig) and path.is_dir():
         files = [file for file in files if client_name(file) not in config.without]
     hasher = hashlib.blake2b(digest_size=16)

@@ -16,6 +16,7 @@ from fedtailor.core.client import Call
 from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Engine, Reply
 from fedtailor.core.random import stream
+from fedtailor.core.segmentation import VOID
 from fedtailor.core.trees import Tree, leaves, rebuild, tree_map
 from fedtailor.errors import ConfigError
 
@@ -41,10 +42,13 @@ class Attack:
 
 def with_flipped_labels(data: FederatedData, attack: Attack) -> FederatedData:
     """Training rows of malicious clients get class K - 1 - y, or the target with the opposite sign."""
+    has_classes = data.task in ("classification", "segmentation")
     y = data.train.y.clone()
     for client in attack.clients(len(data.clients)):
         start, end = data.train.starts[client], data.train.starts[client + 1]
-        y[start:end] = data.outputs - 1 - y[start:end] if data.task == "classification" else -y[start:end]
+        own = y[start:end]
+        flipped = data.outputs - 1 - own if has_classes else -own
+        y[start:end] = torch.where(own == VOID, own, flipped) if data.task == "segmentation" else flipped
     return replace(data, train=replace(data.train, y=y))
 
 

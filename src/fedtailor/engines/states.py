@@ -47,9 +47,11 @@ class States:
         disk = self._disk if self._disk is not None and size > self._disk.budget else None
         self._on_disk = disk is not None
         home = self.device if disk is None and devices.has_room(self.device, size) else CPU
-        return tree_map(
-            lambda v: torch.zeros_like(v, device=home) if disk is None else disk.zeros(v.shape, v.dtype), shapes
-        )
+
+        def zeros(v: Tensor) -> Tensor:  # `zeros_like` of a meta tensor imports SymPy
+            return torch.zeros(v.shape, dtype=v.dtype, device=home) if disk is None else disk.zeros(v.shape, v.dtype)
+
+        return tree_map(zeros, shapes)
 
     def read(self, clients: Sequence[int]) -> Tree:
         """Copies of the rows of `clients`."""

@@ -62,16 +62,24 @@ def data_seed(config: RunConfig) -> int:
     return config.seed if config.data.seed is None else config.data.seed
 
 
-def hold_out(everybody: FederatedData, share: float, seed: int) -> tuple[FederatedData, FederatedData]:
-    """The clients that train, and a share of all, at least one, that takes no part."""
-    clients = len(everybody.clients)
-    few = max(1, round(share * clients))
-    if few >= clients:
-        raise ConfigError(f"evaluation.unseen = {share:g}: of {clients} clients none would be left to train with")
-    order = stream(seed, "unseen").permutation(clients).tolist()
-    trained = everybody.only(sorted(order[few:]))
-    note = f"{few} of {clients} clients take no part in training; they are onboarded at the end"
-    return replace(trained, notes=(*trained.notes, note)), everybody.only(sorted(order[:few]))
+def hold_out(
+    everybody: FederatedData, held_out: float | Sequence[str], seed: int
+) -> tuple[FederatedData, FederatedData]:
+    """The clients that train, and those that take no part: a share of all, at least one, or by name."""
+    clients, names = len(everybody.clients), everybody.clients
+    if isinstance(held_out, float):
+        few = max(1, round(held_out * clients))
+        order = stream(seed, "unseen").permutation(clients).tolist()
+        chosen = sorted(order[:few])
+    else:
+        if unknown := [name for name in held_out if name not in names]:
+            raise ConfigError(f'evaluation.unseen: no client "{unknown[0]}"; {nearest(unknown[0], names)}')
+        chosen = [i for i, name in enumerate(names) if name in held_out]
+    if len(chosen) >= clients:
+        raise ConfigError(f"evaluation.unseen = {held_out}: of {clients} clients none would be left to train with")
+    trained = everybody.only([i for i in range(clients) if i not in chosen])
+    note = f"{len(chosen)} of {clients} clients take no part in training; they are onboarded at the end"
+    return replace(trained, notes=(*trained.notes, note)), everybody.only(chosen)
 
 
 def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData | None = None) -> Experiment:
@@ -130,6 +138,7 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
         task=task,
         metrics=metrics_of(task, config.evaluation.metrics, config.evaluation.decide),
         evaluation_batch=config.evaluation.batch_size,
+        window=config.evaluation.window or (),
     )
     if config.early_stopping.patience and not int(federated.val.sizes.sum()) and int(federated.train.sizes.sum()):
         raise ConfigError("early_stopping: needs validation samples, and there are none; set data.val above 0")
@@ -390,7 +399,9 @@ def _check_forward(model: Model, config: RunConfig, federated: FederatedData, ou
             f"model.name: {name} does not read {federated.name}, which is {samples}: {reason}{_line_in(model, error)}"
         ) from None
     rows = count(x)
-    if has_form and not (isinstance(y, Tensor) and _has_form(y, rows, outputs, federated.task)):
+    if federated.task == "segmentation" and has_form:
+        _check_outputs_of_masks(y, federated.train.y[:rows], outputs, name)
+    elif has_form and not (isinstance(y, Tensor) and _has_form(y, rows, outputs, federated.task)):
         form = f"shape {list(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
         raise ConfigError(
             f"model.name: {name} must give a tensor [rows, {outputs}] for this task; of {rows} rows it gave {form}"
@@ -401,6 +412,17 @@ def _check_forward(model: Model, config: RunConfig, federated: FederatedData, ou
 def _has_form(y: Tensor, rows: int, outputs: int, task: str) -> bool:
     spare = task == "classification"  # classes that never occur do no harm
     return y.dim() == 2 and len(y) == rows and (y.shape[1] >= outputs if spare else y.shape[1] == outputs)
+
+
+def _check_outputs_of_masks(y: Tree, masks: Tensor, outputs: int, name: str) -> None:
+    space, rows = list(masks.shape[1:]), len(masks)
+    least = 1 if outputs == 2 else outputs  # one output is enough for two classes; classes that never occur do no harm
+    form = list(y.shape) if isinstance(y, Tensor) else [type(y).__name__]
+    if len(form) != masks.dim() + 1 or form[0] != rows or form[1] < least or form[2:] != space:
+        raise ConfigError(
+            f"model.name: {name} must give a tensor [rows, {outputs}, {', '.join(map(str, space))}] for masks of "
+            f"{outputs} classes; of {rows} rows it gave {form}"
+        )
 
 
 def _line_in(model: Model, error: BaseException) -> str:

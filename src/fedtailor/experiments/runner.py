@@ -175,6 +175,7 @@ def train_on(
     folder = RunFolder.open(path)
     if folder.config != config:
         raise RunError(f"{path}: holds a run of another configuration; choose another name for this one")
+    _refuse_other_streams(folder)
     refuse_other_code(folder)
     run = RunState(config, engine, SINGLE_PROCESS, _disk(config, path))
     run.fed.limits = limits or config.federation.limits

@@ -118,8 +118,8 @@ class TaskSection(OpenSection):
 
     name: str = Field(
         default="auto",
-        description="auto (given by the data), classification, multilabel, regression, quantile, survival, tokens, "
-        'or your own "package.module:Class".',
+        description="auto (given by the data), classification, multilabel, regression, count, quantile, survival, "
+        'tokens, segmentation, or your own "package.module:Class".',
     )
 
 
@@ -355,12 +355,13 @@ class EvaluationSection(Section):
     batch_size: int = Field(
         default=0, ge=0, description="Samples in an evaluation pass; 0: as many as need little memory."
     )
+    window: tuple[int, ...] | None = Field(
+        default=None, description="Evaluate and predict images in overlapping windows of this size; none: whole."
+    )
     decide: str = Field(default="", description="Metric that selects rounds and compares; empty: the first.")
-    unseen: float | None = Field(
+    unseen: Annotated[float, Field(gt=0, lt=1)] | Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
         default=None,
-        gt=0,
-        lt=1,
-        description="Fraction of clients held out of training; they are onboarded at the end and evaluated.",
+        description="Clients held out of training, a fraction or by name; they are onboarded at the end and evaluated.",
     )
     unseen_epochs: int | None = Field(
         default=None, ge=0, description="Epochs of fine-tuning for held-out clients; 3 by default."

@@ -55,6 +55,7 @@ def names(config: RunConfig) -> dict[str, str]:
         "model.name": config.model.name,
         "local.optimizer": config.local.optimizer,
         "task.name": config.task.name,
+        "task.criterion": str(config.task.options.get("criterion", "")),
         "data.source": getattr(config.data, "load", ""),
         "federation.sampler": config.federation.sampler,
     }

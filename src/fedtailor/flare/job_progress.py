@@ -46,7 +46,7 @@ class JobProgress:
         parts = [self.stage]
         if self.rounds:
             parts.append(f"round {self.round}/{self.rounds}")
-        if self.exchanges and self.rounds == 1:
+        if self.exchanges and self.rounds < 2:  # one long round, as of a fit; how many it needs is not known
             parts.append(f"{self.exchanges} exchanges")
         if not math.isnan(self.value):
             parts.append(f"val {self.metric} {self.value:.4f}")

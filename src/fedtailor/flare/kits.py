@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ ALLOWED = {  # what an administrator may ask of a site: to take part in a job, a
     "byoc": NOTHING,
     "server-predeployed-flwr": NOTHING,
 }
+QUICKLY = {"client_register_interval": 1.0}  # seconds between two tries to reach the server; FLARE waits 2
 OURS = "fedtailor.flare.nvidia."
 FORMERLY = "fedtailor.deploy.flare.flare_adapter."  # in kits that fedtailor 0.2.0 made
 CLASSES = {
@@ -160,6 +162,7 @@ def restrict_kit(kit: Path, role: str) -> None:
     resources = json.loads((local / "resources.json.default").read_text())
     resources |= {"class_list_enforcement_mode": "enforce", "class_allow_list": CLASSES[role] + LOGS}
     if role == "site":
+        resources["client"] = resources.get("client", {}) | QUICKLY
         resources["allow_log_streaming"] = False
         resources["components"] = [c for c in resources["components"] if c["id"] != "site_log_streamer"]
         permissions = dict.fromkeys(("project_admin", "lead"), ALLOWED) | {"org_admin": NOTHING, "member": NOTHING}
@@ -280,9 +283,10 @@ def _subject(about: dict[str, Any], name: str) -> str:
 
 
 def read_condition(folder: Path, kit: Path) -> dict[str, Any]:
-    """Version, clock, free disk and certificate of a participant: for its operator and, of a site, for the server."""
+    """Versions, clock, free disk and certificate of a participant: for its operator and, of a site, for the server."""
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
-    return {"version": __version__, "now": time.time(), "free": free, "certificate_ends": certificate_end(kit)}
+    about = {"version": __version__, "torch": version("torch"), "now": time.time(), "free": free}
+    return about | {"certificate_ends": certificate_end(kit)}
 
 
 def certificate_end(kit: Path) -> float | None:

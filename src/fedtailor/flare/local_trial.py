@@ -18,7 +18,7 @@ from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_atomically
 from fedtailor.flare.job_progress import JobProgress
 from fedtailor.flare.kits import ABOUT, RUNS, SITE, provision
-from fedtailor.flare.nvidia import Launcher
+from fedtailor.flare.nvidia import QUICK_POLL, Launcher
 from fedtailor.flare.operate import ProcessSupervisor
 from fedtailor.flare.policy import EXACT, GRADIENTS
 
@@ -70,7 +70,7 @@ def run_trial(
         try:
             at_sites = config.model_copy(update={"data": SitesConfig()})
             check = (path / RESULTS).exists
-            Launcher(folder / "admin", at_sites, name, names, say, progress, check=check).run_to_end()
+            Launcher(folder / "admin", at_sites, name, names, say, progress, check=check, poll=QUICK_POLL).run_to_end()
         finally:
             keeper.stop()
     return RunFolder.open(path)

@@ -58,6 +58,9 @@ PROGRESS = "fedtailor.progress"  # what an administrator asks a running job for
 WHOLE = {"tensor_download_chunk_size": 0, "np_download_chunk_size": 0}  # messages in one piece: seven times as fast
 POLL, LOOK_FOR_SITES = 1.0, 5.0  # seconds between two looks at a job, and for sites that are back
 QUICK_POLL = 0.2  # while a person waits for sites to connect
+# FLARE's sites ask for tasks every 2 s by default; there are two of them, as a job begins
+SERVER_CONFIG = WHOLE | {"server": {"task_request_interval": 0.5}}
+CLIENT_CONFIG = WHOLE | {"default_task_fetch_interval": 0.5}
 
 
 class _Clock:
@@ -196,11 +199,10 @@ class Coordinator:
         from fedtailor.flare.server import coordinate
 
         log, link, root = logging.getLogger("fedtailor"), _Collab(), Path(os.environ[SERVER_FOLDER])
-        board = ProgressBoard(link, len(set(self.named) | set(link.sites)), root / self.run / SITES, log)
-        ServerCommands.register_app_command(PROGRESS, board.answer)
+        BOARD.begin(link, len(set(self.named) | set(link.sites)))
         try:
             config = parse(json.loads(self.config))
-            coordinate(link, config, self.run, root, board.listen, tuple(self.named), self.least)
+            coordinate(link, config, self.run, root, BOARD.listen, tuple(self.named), self.least)
         except UserError as error:
             log.error("%s %s", WAITS if isinstance(error, RetryableError) else STOPS, error)
             raise
@@ -210,18 +212,22 @@ class Coordinator:
 
 
 class ProgressBoard:
-    """How far this job is, for an administrator who asks."""
+    """How far the job of this process is, for an administrator who asks."""
 
-    def __init__(self, link: _Collab, named: int, sites: Path, log: logging.Logger) -> None:
-        self._link, self._sites, self._log = link, sites, log
+    def __init__(self) -> None:
+        self._link: _Collab | None = None
+        self._now = JobProgress(STARTING)
+        self._collector, self._begun = GarbageCollector(), 0.0
+
+    def begin(self, link: _Collab, named: int) -> None:
+        self._link, self._begun = link, time.monotonic()
         self._now = JobProgress(GREETING, named=named)
-        self._collector, self._begun = GarbageCollector(), time.monotonic()
 
     def listen(self, progress: Progress) -> None:
         """Take note of a round."""
         self._collector.note(progress.round)
         for news in progress.news:
-            self._log.warning(news)
+            logging.getLogger("fedtailor").warning(news)
         now = self._now
         if now.stage == GREETING:
             now.first = progress.round - 1
@@ -231,8 +237,14 @@ class ProgressBoard:
 
     def answer(self, topic: str, data: Any, context: Any) -> dict[str, Any]:
         """FLARE calls it for an administrator."""
-        self._now.exchanges = self._link.sent // max(1, len(self._link.sites))
+        if self._link is not None:
+            self._now.exchanges = self._link.sent // max(1, len(self._link.sites))
         return self._now.plain()
+
+
+BOARD = ProgressBoard()
+if PROGRESS not in ServerCommands.app_cmd_registry:
+    ServerCommands.register_app_command(PROGRESS, BOARD.answer)
 
 
 class _Collab:
@@ -272,8 +284,8 @@ def write_job(
     server = Coordinator(run, json.dumps(config), named, least)
     recipe = _Recipe(job_name=run, server=server, client=Participant(), min_clients=sites)
     recipe._job.set_app_packages(["fedtailor"])
-    recipe.add_client_config(WHOLE)
-    recipe.add_server_config(WHOLE)
+    recipe.add_client_config(CLIENT_CONFIG)
+    recipe.add_server_config(SERVER_CONFIG)
     recipe.export(str(folder))
     return folder / run
 
@@ -389,6 +401,7 @@ class Launcher:
     patience: float = 60.0  # seconds to wait for sites to connect
     tries: int = 5  # jobs in a row that end within a minute
     check: Callable[[], bool] = lambda: False  # whether the run is known to be finished
+    poll: float = POLL
 
     def run_to_end(self) -> dict[str, SiteRecord]:
         """Return what each site did when the run is finished; a `RunError` for a reason that will not go away."""
@@ -462,5 +475,5 @@ class Launcher:
                     )
                     session.abort(job)
                     is_over = True
-            time.sleep(POLL)
+            time.sleep(self.poll)
         return status == FINISHED

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from fedtailor.flare.site import AUDIT, kept_runs, read_participation, read_site
 
 PID, LOG = "process.json", "log.txt"
 MEMORY = {"MALLOC_ARENA_MAX": "2"}  # or each of FLARE's many threads fragments an arena of its own
+TRIAL_ENDS = 1.0  # seconds that the participants of a trial have to end
 EXPIRES_SOON, DISK_FULL = 30 * 86400, 2**30  # seconds to the end of a certificate, bytes free
 
 
@@ -236,13 +238,14 @@ class ProcessSupervisor:
     def stop(self) -> None:
         self._over.set()
         self._thread.join()
-        with ThreadPoolExecutor(len(self.roles)) as pool:
-            list(pool.map(stop_participant, self.roles))
+        with ThreadPoolExecutor(len(self.roles)) as pool:  # all that matters is on disk
+            list(pool.map(partial(stop_participant, seconds=TRIAL_ENDS), self.roles))
 
 
 def condition_words(about: dict[str, Any], now: float) -> list[str]:
     """A condition in words, as far as it is known; `now` is the reader's clock when it was reported."""
     parts = [f"version {about['version']}"] if isinstance(about.get("version"), str) else []
+    parts += [f"torch {about['torch']}"] if isinstance(about.get("torch"), str) else []
     if isinstance(about.get("now"), int | float):
         skew = about["now"] - now
         parts += [f"clock {skew:+.0f} s"] if abs(skew) >= 0.5 else []

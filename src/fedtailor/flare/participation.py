@@ -12,7 +12,7 @@ from fedtailor.core import border
 from fedtailor.experiments.store import read_json, write_json
 
 SITES = "sites.json"  # in the folder of a run
-CONDITION = ("version", "now", "free", "certificate_ends")  # what a site reports of itself
+CONDITION = ("version", "torch", "now", "free", "certificate_ends")  # what a site reports of itself
 WRITE_EVERY = 5.0  # seconds between two writes of SITES
 TOOK_PART = "took part"
 PAUSED, LEFT, REFUSED = "paused", "left", "refused"  # what a site says of itself
@@ -53,6 +53,9 @@ class Participation:
             known = {k: border.plain_text(v) if isinstance(v, str) else v for k, v in known.items() if _is_usual(v)}
             before = {k: v for k, v in self.sites.get(site, {}).items() if k not in (*CONDITION, "away")}
             self.sites[site] = before | known | {"asked": now, "seen": now}
+
+    def torch_versions(self) -> dict[str, str]:
+        return {site: its["torch"] for site, its in self.sites.items() if isinstance(its.get("torch"), str)}
 
     def note_seen(self, away: Mapping[str, str]) -> None:
         """Record which sites answer as a round begins, and why others do not (`away`: site -> why, or nothing)."""

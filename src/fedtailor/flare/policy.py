@@ -89,11 +89,20 @@ class Budget(BaseModel):
         description="Replies per run that are limited to its bounds, or replaced, without a word to the server; then "
         "this site withdraws from the run.",
     )
+    limited_per_day: int = Field(
+        default=200,
+        ge=0,
+        description="The same of all runs of a day; then it takes part in none until the next.",
+    )
     parameters: int = Field(default=50_000_000, ge=1, description="Numbers of a model that a server may ask for.")
     message_mb: int = Field(default=1024, ge=1, description="Megabytes of a request; a larger one is not read.")
     requests_per_minute: int = Field(default=6000, ge=1, description="Requests of any kind per minute.")
     decimals: int = Field(
-        default=3, ge=0, le=EXACT, description=f"Decimals to which metrics are rounded; {EXACT}: not rounded."
+        default=3,
+        ge=0,
+        le=EXACT,
+        description=f"Decimals to which metrics are rounded, of numbers above 1 behind their first digit; {EXACT}: not "
+        "rounded.",
     )
     min_rows: int = Field(default=10, ge=1, description="Minimum rows for a metric.")
     train_metrics: bool = Field(default=False, description="Allow metrics on training rows.")
@@ -188,9 +197,18 @@ def check_splits(budget: Budget, data: FederatedData, splits: Sequence[str]) -> 
 
 
 def round_metrics(budget: Budget, metrics: Tree) -> Tree:
+    """Metrics with so many decimals and, where they are large, no more digits than that and one.
+
+    At a model that is large enough every digit of a loss is before the point: decimals alone would limit nothing.
+    """
     if budget.decimals == EXACT:
         return metrics
-    return tree_map(lambda v: torch.round(v, decimals=budget.decimals) if v.is_floating_point() else v, metrics)
+
+    def rounded(v: Tensor) -> Tensor:
+        size = 10.0 ** torch.where(v.isfinite(), v.abs().double(), 1.0).clamp(min=1.0).log10().floor()
+        return (torch.round(v.double() / size, decimals=budget.decimals) * size).to(v.dtype)
+
+    return tree_map(lambda v: rounded(v) if v.is_floating_point() else v, metrics)
 
 
 class RequestRate:
@@ -213,7 +231,8 @@ class RequestRate:
 class RunNeed:
     """What a run may need at a site, known before it begins."""
 
-    rounds: int
+    first: int  # round; 0, or less where the algorithm prepares the run
+    last: int
     calls_per_round: int
     evaluations: int
 
@@ -221,13 +240,12 @@ class RunNeed:
     def of(budget: Budget, experiment: Experiment, rounds: int, *, has_metrics: bool) -> RunNeed:
         """The need of a run of so many rounds; of metrics, as many as the policy lets one run have."""
         evaluations = budget.evaluations_per_run or 2 * rounds + 12
-        return RunNeed(
-            rounds + experiment.algorithm.preparation, most_calls(experiment), evaluations if has_metrics else 0
-        )
+        first = -experiment.algorithm.preparation
+        return RunNeed(first, rounds, most_calls(experiment), evaluations if has_metrics else 0)
 
     @property
     def calls(self) -> int:
-        return self.rounds * self.calls_per_round
+        return SPARE_CALLS + (self.last - self.first) * self.calls_per_round
 
     def check(self, budget: Budget) -> None:
         """Refuse a run whose rounds cannot be as long as its algorithm may need."""
@@ -236,30 +254,53 @@ class RunNeed:
                 f"a round may need {self.calls_per_round} calls, and the policy allows {budget.calls_per_round}"
             )
 
+    def check_round(self, round: int) -> None:
+        """Refuse rounds that were not announced: what a run may need is booked by their number."""
+        if not self.first <= round <= self.last:
+            raise Refused(f"round {round} is not among those of the run, {self.first} to {self.last}")
+
 
 class SiteLedger:
-    """What the runs of a site may need, booked as each begins, over all runs, names and servers."""
+    """What the runs of a site may need, booked as each begins, and replies that were limited today.
+
+    It is kept over all runs, names and servers.
+    """
 
     def __init__(self, budget: Budget, folder: Path) -> None:
         self.budget = budget
         self.path = folder / LEDGER
+        self.today = datetime.now(UTC).date().isoformat()
 
     def book(self, run: str, need: RunNeed) -> None:
         """Book what a run may need, or refuse it with the number that is missing; a run is booked once."""
-        booked: dict[str, Any] = dict(read_json(self.path)["runs"]) if self.path.exists() else {}
+        content = self._read()
+        booked = content["runs"]
         if run in booked:
             return
-        today = datetime.now(UTC).date().isoformat()
         for what, amount in (("calls", need.calls), ("evaluations", need.evaluations)):
             in_all = sum(its[what] for its in booked.values())
-            of_today = sum(its[what] for its in booked.values() if its["day"] == today)
+            of_today = sum(its[what] for its in booked.values() if its["day"] == self.today)
             for limit, spent, when in (("per_day", of_today, "today"), ("in_all", in_all, "in all")):
                 most = getattr(self.budget, f"{what}_{limit}")
                 if amount and spent + amount > most:
                     left = max(most - spent, 0)
                     raise Refused(f"the run may need {amount} {what}; of {most} {when} the policy has {left} left")
-        booked[run] = {"day": today, "calls": need.calls, "evaluations": need.evaluations}
-        write_json(self.path, {"runs": booked})
+        booked[run] = {"day": self.today, "calls": need.calls, "evaluations": need.evaluations}
+        write_json(self.path, content)
+
+    def count_limited(self) -> None:
+        """Count a reply that was limited."""
+        content = self._read()
+        content["limited"] = {self.today: content["limited"].get(self.today, 0) + 1}
+        write_json(self.path, content)
+
+    @property
+    def has_limited_too_many(self) -> bool:
+        """Whether so many replies were limited today that the site takes part in no run."""
+        return bool(self._read()["limited"].get(self.today, 0) > self.budget.limited_per_day)
+
+    def _read(self) -> dict[str, Any]:
+        return {"runs": {}, "limited": {}} | (dict(read_json(self.path)) if self.path.exists() else {})
 
 
 class RunUsage:
@@ -268,7 +309,7 @@ class RunUsage:
     def __init__(self, budget: Budget, folder: Path, need: RunNeed) -> None:
         self.budget = budget
         self.path = folder / SPENT
-        self.most = need.evaluations
+        self.need = need
         self.most_calls = budget.calls_per_round or max(SPARE_CALLS, ATTEMPTS * need.calls_per_round)
         saved: dict[str, Any] = read_json(self.path) if self.path.exists() else {}
         self.evaluations = {int(k): int(v) for k, v in saved.get("evaluations", {}).items()}  # by round
@@ -282,6 +323,7 @@ class RunUsage:
 
     def begin(self, round: int) -> None:
         """A round begins: metrics may be asked for in it."""
+        self.need.check_round(round)
         self.begun.add(round)
         self.save()
 
@@ -298,7 +340,7 @@ class RunUsage:
         count, total = self.evaluations.get(round, 0), sum(self.evaluations.values())
         if count >= self.budget.evaluations_per_round:
             raise Refused(f"metrics were sent {count} times in round {round}, the limit of the policy")
-        if total >= self.most:
+        if total >= self.need.evaluations:
             raise Refused(f"metrics were sent {total} times in this run, the limit of the policy")
         self.evaluations[round] = count + 1
         self.save()
@@ -308,6 +350,8 @@ class RunUsage:
         count = self.calls.get(round, 0)
         if count >= self.most_calls:
             raise Refused(f"{count} calls were answered in round {round}, the limit of the policy")
+        if (total := sum(self.calls.values())) >= ATTEMPTS * self.need.calls:
+            raise Refused(f"{total} calls were answered in this run, {ATTEMPTS} times what it may need")
         self.calls[round] = count + 1
 
 
@@ -423,7 +467,10 @@ def _count_thresholds(weight: Tensor, bias: Tensor) -> int:
 
 
 def make_party(kit: Path, policy: Policy, name: str, run: str, number: int, folder: Path) -> Party:
-    """This site as a party to secure sums; refused if its certificate or partners cannot satisfy its policy."""
+    """This site as a party to secure sums; refused if its certificate or partners cannot satisfy its policy.
+
+    `run` is what all sites of a sum must have in common from the beginning, `folder` that of the run.
+    """
     from fedtailor.aggregation.identity import owners, read_identity  # need cryptography, which other runs do not
     from fedtailor.aggregation.member import Opened, Party
 
@@ -435,6 +482,8 @@ def make_party(kit: Path, policy: Policy, name: str, run: str, number: int, fold
     if policy.sums_of and not policy.partners:
         raise Refused("the policy requires secure sums, but names no partners")
     saved = read_json(folder / OPENED) if (folder / OPENED).exists() else {"round": None, "cohort": []}
-    opened = Opened(saved["round"], saved["cohort"])
-    opened.save = lambda its: write_json(folder / OPENED, {"round": its.round, "cohort": sorted(its.cohort)})
+    opened = Opened(saved["round"], saved["cohort"], saved.get("state", ""))
+    opened.save = lambda its: write_json(
+        folder / OPENED, {"round": its.round, "cohort": sorted(its.cohort), "state": its.state}
+    )
     return Party(number, max(2, policy.sums_of), identity, run, opened, owners(policy.partners))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from fedtailor.core import codec
 from fedtailor.core.algorithm import client_functions, declared_sums, reply_example
 from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
+from fedtailor.core.random import STREAMS
 from fedtailor.core.trees import Tree, items, schema
 from fedtailor.errors import UserError
 from fedtailor.experiments.config import RunConfig
@@ -31,6 +33,7 @@ class Refused(UserError):
         self.state = state
 
 
+PROTOCOL = 1  # raised when what server and sites say, or what they compute from it, changes; versions need not be equal
 ENVELOPE = struct.Struct(">16sQ")  # the server's session, and the number of the request
 PING = 0  # the number of a request for a sign of life, which may come at any time
 
@@ -61,7 +64,8 @@ def promise(experiment: Experiment) -> dict[str, Any]:
         for example in [reply_example(algorithm, name, experiment.model)]
     }
     options = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
-    contract = {"version": __version__, "algorithm": algorithm.title, "options": options, "sends": sends}
+    contract = {"protocol": PROTOCOL, "streams": STREAMS, "algorithm": algorithm.title}
+    contract |= {"options": options, "sends": sends}
     contract["sums"] = declared_sums(algorithm)
     reduction = experiment.aggregation.reduction
     contract["bounds"] = asdict(reduction) if reduction.is_sealed and is_dataclass(reduction) else {}
@@ -89,6 +93,27 @@ def config_for(config: RunConfig, client: int) -> dict[str, Any]:
     return plain
 
 
+def unset_keys(config: RunConfig) -> list[str]:
+    """Keys of a configuration that have their default: a site of an earlier version may not know them."""
+    return sorted(
+        f"{name}.{key}"
+        for name, section in config
+        if isinstance(section, BaseModel)
+        for key, field in type(section).model_fields.items()
+        if getattr(section, key) == field.get_default(call_default_factory=True)
+    )
+
+
+def without_unknown(config: dict[str, Any], unset: Sequence[str]) -> dict[str, Any]:
+    """A server's configuration without keys that this version lacks and that the server has left at their default."""
+    known = dict(config)
+    for name, section in RunConfig():
+        if isinstance(config.get(name), dict) and isinstance(section, BaseModel) and name != "algorithm":
+            lacks = {key for key in config[name] if key not in type(section).model_fields and f"{name}.{key}" in unset}
+            known[name] = {key: value for key, value in config[name].items() if key not in lacks}
+    return known
+
+
 Whole = Annotated[int, Field(ge=0, le=2**31)]
 Round = Annotated[int, Field(ge=-(2**31), le=2**31)]  # rounds of preparation come before 1
 Text = Annotated[str, Field(max_length=200)]
@@ -104,6 +129,7 @@ class _Operation(_Form):
 
 
 class HelloRequest(_Operation):
+    protocol: Whole
     version: Text
     run: Text
     algorithm: Text
@@ -119,6 +145,7 @@ class StartRequest(_Operation):
     about: dict[str, Any] = Field(alias="schema")
     promise: dict[str, Any]
     first: Round
+    unset: Annotated[list[Text], Field(max_length=10_000)] = []  # keys of config with the server's default
     cohort: Annotated[list[Text], Field(max_length=100_000)] = []  # names, where there are secure sums
 
 
@@ -204,6 +231,12 @@ def check_request(header: dict[str, Any]) -> None:
     name = header.get("op")
     if name is not None and (not isinstance(name, str) or name not in OPERATIONS):
         raise Refused(f'no operation "{str(name)[:40]}"')
+    if name == "hello" and header.get("protocol") != PROTOCOL:
+        theirs, version = (str(header.get(key))[:20] for key in ("protocol", "version"))
+        raise Refused(
+            f"the server speaks protocol {theirs} (fedtailor {version}), this site {PROTOCOL} ({__version__}); "
+            "upgrade the older"
+        )
     form = OPERATIONS[name] if name is not None else _training_form(header)
     operation = name or form.__name__.removesuffix("Request").lower()
     try:

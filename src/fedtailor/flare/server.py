@@ -7,6 +7,7 @@ a client's state is that number.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections import Counter
@@ -54,7 +55,7 @@ from fedtailor.flare.participation import (
     Attended,
     Participation,
 )
-from fedtailor.flare.protocol import ENVELOPE, PING, config_for, hello_fault, other_code, promise
+from fedtailor.flare.protocol import ENVELOPE, PING, PROTOCOL, config_for, hello_fault, other_code, promise, unset_keys
 from fedtailor.version import __version__
 
 ROSTER = "federation.json"  # in the folder of a run
@@ -328,6 +329,7 @@ class FlareEngine(Remote):
         """Start the run at every site; one that refuses is left out of the run."""
         contract = promise(self.experiment)
         header = {"op": "start", "schema": self.schema, "promise": contract, "first": self.first}
+        header["unset"] = unset_keys(self.config)
         if self.experiment.aggregation.reduction.is_sealed:
             header["cohort"] = sorted(self.experiment.data.clients)
         headers = {c: header | {"client": c, "config": config_for(self.config, c)} for c in self.everybody}
@@ -506,6 +508,8 @@ def coordinate(
     config = config.model_copy(update={"checkpoint": CheckpointSection(every=1, seconds=0)})
     if config.evaluation.unseen is not None:
         raise ConfigError("evaluation.unseen: not available in a federation of sites; use fedtailor onboard")
+    if config.privacy.secure_sum and config.environment.epochs:
+        raise ConfigError("environment.epochs: differs by site, and sites of a secure sum must compute the same")
     if config.federation.goal and (config.privacy.secure_sum or config.federation.goal < config.federation.min_replies):
         raise ConfigError("federation.goal: cannot be combined with secure sums, nor be below federation.min_replies")
     if config.federation.late == "buffer" and not config.federation.goal:
@@ -524,6 +528,10 @@ def coordinate(
             rpc.leave_out(site, "is not connected", SILENT)
     greetings = _hello(rpc, config, roster["run"])
     participation.note_hello(greetings)
+    for site, theirs in participation.torch_versions().items():
+        if site in greetings and _minor(theirs) != _minor(torch.__version__):
+            words = "%s computes with torch %s, this server with %s: numbers may differ in their last digits"
+            logging.getLogger("fedtailor").warning(words, site, theirs, torch.__version__)
     needed = 0 if has_begun else least or len(named)
     try:
         roster = _enroll(roster, greetings, rpc, config)
@@ -558,6 +566,10 @@ def _most(config: RunConfig, least: int) -> int:
     return min([least, *filter(None, (drawn, goal))])
 
 
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
 def _refuse_few(rpc: SiteRpc, there: int, needed: int) -> None:
     """Begin no run without sites that were named, unless somebody has decided so."""
     if there >= needed:
@@ -590,6 +602,7 @@ def _hello(rpc: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
     """What each site reports of itself; a site that refuses is left out."""
     header = {
         "op": "hello",
+        "protocol": PROTOCOL,
         "version": __version__,
         "run": run,
         "algorithm": config.algorithm.name,

@@ -7,6 +7,7 @@ its text, which may contain values of the data, goes to the audit log.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import threading
 import tomllib
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,7 +30,7 @@ from fedtailor.data.files import expand_home
 from fedtailor.data.sources.site_data import SiteData, load_site
 from fedtailor.engines.wire import Header
 from fedtailor.engines.wire import Site as Client
-from fedtailor.errors import ConfigError, RunError, nearest
+from fedtailor.errors import ConfigError, RunError, UserError, nearest
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.model_description import check_options, refuse_large
@@ -50,10 +51,20 @@ from fedtailor.flare.policy import (
     refuse_private_message,
     round_metrics,
 )
-from fedtailor.flare.protocol import ENVELOPE, PING, Refused, data_schema, digest, other_code, promise, read_request
-from fedtailor.tables.candidates import all_in_training
-from fedtailor.tables.site_fit import is_fit, site_fit
-from fedtailor.version import __version__
+from fedtailor.flare.protocol import (
+    ENVELOPE,
+    PING,
+    Refused,
+    data_schema,
+    digest,
+    other_code,
+    promise,
+    read_request,
+    without_unknown,
+)
+
+if TYPE_CHECKING:
+    from fedtailor.aggregation.member import Opened
 
 SERVER = "server"  # the only one that may call
 KINDS = ("last", "selected")  # personal models that are kept
@@ -97,7 +108,11 @@ def read_site(path: Path) -> SiteFile:
 def load_rows(data: SiteData, name: str, seed: int, algorithm: str) -> FederatedData:
     """This site's rows. A fit of tables trains on the validation rows too: it validates by folds."""
     rows = load_site(data, name, seed=seed)
-    return all_in_training(rows) if algorithm.lower() in PROGRAMS else rows
+    if algorithm.lower() not in PROGRAMS:
+        return rows
+    from fedtailor.tables.candidates import all_in_training  # imports what fits of tables need, such as SciPy
+
+    return all_in_training(rows)
 
 
 def read_participation(folder: Path) -> dict[str, Any]:
@@ -177,6 +192,10 @@ class SiteState:
             raise RunError(f"{self.folder}: no private state of round {round}; stored: {known}")
         return read_tree(self.folder, read_json(self._index(round)))
 
+    def digest(self, round: int) -> str:
+        """A hash of the state of a round."""
+        return str(read_json(self._index(round))["sha256"])
+
     def forget_but(self, rounds: set[int]) -> None:
         for round in set(self.rounds()) - rounds:
             self._index(round).unlink()
@@ -195,6 +214,7 @@ class SiteJob:
     states: SiteState
     spent: RunUsage
     at: int  # the round whose stored state the client continues from
+    opened: Opened | None = None  # what secure sums of the run have opened
     changed: bool = False  # since then
     round: int | None = None  # the current one
     is_silent: bool = False  # faults are told to the operator, not to the server
@@ -226,6 +246,7 @@ class SiteService:
         self._lock = threading.Lock()
         self._session, self._last, self._reply = b"", PING, b""  # of the server; the last request, the reply to it
         self._run = ""
+        self._announced: Header = {}  # by the hello of the run
         self._data: FederatedData | None = None
         self._job: SiteJob | None = None
         self._rate = RequestRate(site.policy.budget.requests_per_minute)
@@ -302,12 +323,11 @@ class SiteService:
         return 0 if self._job is None else 2 * sum(v.numel() for v in self._job.experiment.model.params.values())
 
     def _hello(self, header: Header, message: bytes) -> bytes:
-        if header["version"] != __version__:
-            raise Refused(f"the server runs fedtailor {header['version']}, this site {__version__}")
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", header["run"]):
             raise Refused(f'"{header["run"]}" cannot be the name of a run')
         check_participation(self.site.folder, header["run"])
-        self._run = header["run"]
+        self._end_job()
+        self._run, self._announced = header["run"], header
         self._data = load_rows(self.site.data, self.name, header["seed"], header["algorithm"])
         samples = int(self._data.train.sizes[0])
         code = header.get("code", [])
@@ -318,10 +338,17 @@ class SiteService:
     def _start(self, header: Header, message: bytes) -> bytes:
         if self._data is None:
             raise Refused("start before hello")
-        config: RunConfig = parse(header["config"])
+        config: RunConfig = parse(without_unknown(header["config"], header.get("unset", [])))
         policy, samples = self.site.policy, int(self._data.train.sizes[0])
-        # the configuration must be what hello announced
         policy.check_run(config.algorithm.name, config.model.name, config.rounds, samples, other_code(config))
+        announced = {"algorithm": config.algorithm.name, "model": config.model.name, "rounds": config.rounds}
+        announced |= {"seed": config.seed, "code": other_code(config)}
+        for key, value in announced.items():  # the rows were split, and the policy asked, by what hello said
+            if value != self._announced.get(key, []):
+                raise Refused(f"the configuration has another {key} than hello")
+        own = {"environment.epochs": config.environment.epochs, "model.by_client": config.model.by_client}
+        for key in (key for key, value in own.items() if config.privacy.secure_sum and value):
+            raise Refused(f"{key} differs by site, and sites of a secure sum must compute the same")
         try:
             check_options(config, "the server's configuration")
         except RunError as error:
@@ -342,40 +369,56 @@ class SiteService:
                     f"the server's {part} is not this site's: {digest(theirs.get(part))}, {digest(mine[part])}"
                 )
         folder, is_sealed = self.site.folder / self._run, experiment.aggregation.reduction.is_sealed
+        if header["first"] != -experiment.algorithm.preparation:
+            raise Refused(f"a run of {experiment.algorithm.title} does not begin at round {header['first']}")
+        if SiteLedger(policy.budget, self.site.folder).has_limited_too_many:
+            raise Refused("this site takes part in no run today; ask its operator")
         states = SiteState(folder / "states")
         cohort = frozenset(header.get("cohort", [])) if is_sealed else frozenset()
-        identity = {"promise": digest(mine), "config": header["config"], "cohort": sorted(cohort)}
+        agreed = {part: its for part, its in mine.items() if part != "options"}  # which the configuration has
+        identity = {"promise": digest(agreed), "config": config.plain(), "cohort": sorted(cohort)}
         need = RunNeed.of(policy.budget, experiment, config.rounds, has_metrics=policy.sends_metrics)
         if not (folder / RUN).exists():
             need.check(policy.budget)
             SiteLedger(policy.budget, self.site.folder).book(self._run, need)
             write_json(folder / RUN, identity)
-        elif read_json(folder / RUN) != identity:
-            raise Refused(
-                f"this site has a run {self._run} with another configuration or version; choose another --run"
-            )
+        elif not _is_same_run(read_json(folder / RUN), identity):
+            raise Refused(f"this site has a run {self._run} with another configuration; choose another --run")
         torch.set_num_threads(config.federation.threads or 1)
         party = None
         if is_sealed:
-            party = make_party(self.site.kit, policy, self.name, self._run, header["client"], folder)
+            same = json.dumps([self._run, header["config"], header["schema"], mine], sort_keys=True)
+            run = hashlib.sha256(same.encode()).hexdigest()  # sites that were told other things sum nothing together
+            party = make_party(self.site.kit, policy, self.name, run, header["client"], folder)
         is_silent = is_sealed or policy.budget.privacy.epsilon > 0
         client = Client(experiment, 0, self._describe_error, party, cohort, self._conceal if is_silent else None)
         client.inside.start()
-        usage = RunUsage(policy.budget, folder, need)
-        self._job = SiteJob(experiment, client, states, usage, header["first"], is_silent=is_silent)
+        self._end_job()
+        usage, opened = RunUsage(policy.budget, folder, need), None if party is None else party.opened
+        self._job = SiteJob(experiment, client, states, usage, header["first"], opened, is_silent=is_silent)
         if header["first"] not in states.rounds():
             states.keep(header["first"], client.inside.get_states())
         return codec.encode({"kept": states.rounds()}, None)
 
+    def _end_job(self) -> None:
+        """Another run, or the same one begun again, has what this one has left of its limits."""
+        if self._job is not None and self._job.states.folder.exists():  # or the site has withdrawn from it
+            self._job.spent.save()
+        self._job = None
+
     @property
     def _is_silent(self) -> bool:
         """Whether errors say nothing to the server: what they depend on is hidden by secure sums or noise."""
-        return self._job is not None and self._job.is_silent
+        policy = self.site.policy
+        is_hidden = policy.sums_of > 0 or policy.budget.privacy.epsilon > 0
+        return is_hidden or (self._job is not None and self._job.is_silent)
 
     def _conceal(self, fault: str) -> None:
         """A fault of a reply goes to the operator in place of the server; too many end the run here."""
         self.audit.write_line({"run": self._run, "limited": fault})
-        if self._running_job.spent.count_limited():
+        ledger = SiteLedger(self.site.policy.budget, self.site.folder)
+        ledger.count_limited()
+        if self._running_job.spent.count_limited() or ledger.has_limited_too_many:
             record = read_participation(self.site.folder)
             withdrawn = sorted({*record["withdrawn"], self._run})
             write_json(self.site.folder / STANDING, record | {"withdrawn": withdrawn})
@@ -396,15 +439,17 @@ class SiteService:
         return self._job
 
     def _restore(self, header: Header, message: bytes) -> bytes:
+        self._running_job.round = None  # a round begins with a state, and goes on with no other
         self._running_job.go_to(header["kept"])
         return codec.encode({}, None)
 
     def _begin(self, header: Header, message: bytes) -> bytes:
         job = self._running_job
-        self.site.policy.check_round(header["round"])
         job.round = None  # until all of this has succeeded
         job.spent.begin(header["round"])
         job.go_to(header["kept"])
+        if job.opened is not None:
+            job.opened.present = job.states.digest(header["kept"])
         job.states.forget_but({header["kept"], *header["needed"]})
         reply = job.client.answer(message)
         job.round = header["round"]
@@ -497,8 +542,18 @@ class SiteService:
         return f"{str(error).partition(f': {kind}: ')[0]}: {kind}; see the site's audit log"
 
 
+def _is_same_run(stored: dict[str, Any], identity: dict[str, Any]) -> bool:
+    """Whether a run goes on. An earlier version may have written fewer keys: the others have their defaults."""
+    try:
+        return (stored | {"config": parse(stored["config"]).plain()}) == identity
+    except (UserError, KeyError):
+        return False
+
+
 def finished_fits(private: Path) -> dict[str, Path]:
     """Folders of the finished fits of tables, by the name of the run, oldest first."""
+    from fedtailor.tables.site_fit import is_fit
+
     ended = [file for file in private.glob("*/personal/last.json") if (file.parents[1] / RUN).exists()]
     ordered = sorted((file.parents[1] for file in ended), key=lambda folder: (folder / RUN).stat().st_mtime)
     return {folder.name: folder for folder in ordered if is_fit(parse(read_json(folder / RUN)["config"]))}
@@ -506,6 +561,8 @@ def finished_fits(private: Path) -> dict[str, Path]:
 
 def fit_results(file: Path, run: str = "", metric: str = "") -> tuple[Path, dict[str, Any]]:
     """The folder and the record of a fit at this site, the latest by default; written when first asked for."""
+    from fedtailor.tables.site_fit import site_fit
+
     site = read_site(file)
     known = finished_fits(site.folder)
     chosen = [name for name in known if not run or name == run or name.rpartition("-")[0] == run]

@@ -33,9 +33,10 @@ def evaluate(
     """Per split and metric the value of each member; NaN where it has no samples or the metric is undefined."""
     out: Metrics = {}
     experiment = experiment.at(members[0])
-    batch = batch or experiment.evaluation_batch or _at_once(experiment, len(members))
+    chosen = batch or experiment.evaluation_batch
     for split in splits:
         rows: Rows = getattr(experiment.data, split)
+        batch = chosen or _at_once(experiment, rows, len(members))
         starts, sizes = rows.bounds(members)
         zeros = experiment.model.like.new_zeros(len(members), dtype=widest(experiment.device))
         totals = {m.name: zeros.clone() for m in experiment.metrics if m.per_sample}
@@ -64,10 +65,11 @@ def evaluate(
     return out
 
 
-def _at_once(experiment: Experiment, clients: int) -> int:
+def _at_once(experiment: Experiment, rows: Rows, clients: int) -> int:
     """Samples of a pass: few where they, or what the model gives for them, are large."""
-    size = sum(v.nbytes for v in leaves(experiment.data.train.first(1)))
-    return max(1, min(AT_ONCE, LARGE // max(size, 1), OUTPUTS // max(experiment.output_size * clients, 1)))
+    known, size = (sum(v.nbytes for v in leaves(each.first(1))) for each in (experiment.data.train, rows))
+    outputs = experiment.output_size * max(1, size // max(known, 1))  # images may be larger than in training
+    return max(1, min(AT_ONCE, LARGE // max(size, 1), OUTPUTS // max(outputs * clients, 1)))
 
 
 def _outputs(
@@ -83,7 +85,7 @@ def _outputs(
     """What the models say of a part of a split, stacked; its targets; and which of them are not padding."""
 
     def predict(model: Params, x: Tree) -> Tree:
-        return experiment.algorithm.predict(experiment.model, model, x)
+        return experiment.predict(model, x)
 
     at = part.rows.clamp(max=len(rows.y) - 1)
     x, y = send_samples((take(rows.x, at), take(rows.y, at)), experiment.device)

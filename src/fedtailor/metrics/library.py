@@ -30,6 +30,7 @@ from fedtailor.core.task import (
 )
 from fedtailor.core.trees import Tree, wide
 from fedtailor.errors import ConfigError, nearest
+from fedtailor.metrics import overlap
 from fedtailor.plugins import import_object
 
 ONE_CLASS = "its samples have one class only"
@@ -55,6 +56,8 @@ def find(task: Task, name: str) -> Metric:
         k = int(name[4:])
         return Metric(name, True, lambda o, y: _in_top(o, y, k), worst=0.0)
     if name in known:
+        if name == "hausdorff_95":
+            overlap.require_monai()
         return known[name]
     options = [*known, "top_3"] if task.kind == "classification" else known
     hint = f'{nearest(name, options)} (own metrics: "package.module:function")'
@@ -76,6 +79,8 @@ def known_metrics(task: Task) -> dict[str, Metric]:
         return usual | _of_counts()
     if task.kind == "survival":
         return usual | {"c_index": Metric("c_index", True, of_all=c_index, worst=0.0, missing="no pair can be ordered")}
+    if task.kind == "segmentation":
+        return usual | _of_masks(task)
     if task.kind == "tokens":
         return usual | {
             "accuracy": Metric("accuracy", True, _right_tokens, weight=_tokens, worst=0.0, missing=NO_TOKEN),
@@ -112,23 +117,32 @@ def _own(name: str) -> Metric:
     return Metric(name, direction, of_all=function, worst=worst)
 
 
-def _of_classes() -> dict[str, Metric]:
-    from sklearn import metrics as sk
+def _score(name: str) -> Callable[..., float]:
+    """A function of scikit-learn's, which takes half a second to import: most runs need none of them."""
 
+    def score(*arguments: Any, **options: Any) -> float:
+        from sklearn import metrics
+
+        return float(getattr(metrics, name)(*arguments, **options))
+
+    return score
+
+
+def _of_classes() -> dict[str, Metric]:
     def labels(score: Callable[..., float], **options: Any) -> Callable[[Tensor, Tensor], float]:
         return lambda o, y: score(y.numpy(), o.argmax(-1).numpy(), **options)
 
     return {
         "accuracy": Metric("accuracy", True, hits, worst=0.0),
         "balanced_accuracy": Metric(
-            "balanced_accuracy", True, of_all=_quiet(labels(sk.balanced_accuracy_score)), worst=0
+            "balanced_accuracy", True, of_all=_quiet(labels(_score("balanced_accuracy_score"))), worst=0
         ),
         "macro_f1": Metric(
-            "macro_f1", True, of_all=_quiet(labels(sk.f1_score, average="macro", zero_division=0)), worst=0
+            "macro_f1", True, of_all=_quiet(labels(_score("f1_score"), average="macro", zero_division=0)), worst=0
         ),
-        "auroc": Metric("auroc", True, of_all=_by_class(sk.roc_auc_score), worst=0.0, missing=ONE_CLASS),
+        "auroc": Metric("auroc", True, of_all=_by_class(_score("roc_auc_score")), worst=0.0, missing=ONE_CLASS),
         "average_precision": Metric(
-            "average_precision", True, of_all=_by_class(sk.average_precision_score), worst=0.0, missing=ONE_CLASS
+            "average_precision", True, of_all=_by_class(_score("average_precision_score")), worst=0.0, missing=ONE_CLASS
         ),
         "log_loss": Metric("log_loss", False, with_infinity(_log_loss)),
         "brier": Metric("brier", False, with_infinity(_brier)),
@@ -137,10 +151,8 @@ def _of_classes() -> dict[str, Metric]:
 
 
 def _of_labels() -> dict[str, Metric]:
-    from sklearn import metrics as sk
-
     def f1(o: Tensor, y: Tensor) -> float:
-        return float(sk.f1_score(y.numpy(), (o > 0).numpy(), average="macro", zero_division=0))
+        return float(_score("f1_score")(y.numpy(), (o > 0).numpy(), average="macro", zero_division=0))
 
     def each(score: Callable[..., float]) -> Callable[[Tensor, Tensor], float]:
         """Mean over the labels that some samples have and some have not."""
@@ -150,9 +162,9 @@ def _of_labels() -> dict[str, Metric]:
     return {
         "accuracy": Metric("accuracy", True, lambda o, y: ((o > 0) == (y > 0)).double().mean(-1), worst=0.0),
         "macro_f1": Metric("macro_f1", True, of_all=_quiet(f1), worst=0.0),
-        "auroc": Metric("auroc", True, of_all=each(sk.roc_auc_score), worst=0.0, missing=missing),
+        "auroc": Metric("auroc", True, of_all=each(_score("roc_auc_score")), worst=0.0, missing=missing),
         "average_precision": Metric(
-            "average_precision", True, of_all=each(sk.average_precision_score), worst=0.0, missing=missing
+            "average_precision", True, of_all=each(_score("average_precision_score")), worst=0.0, missing=missing
         ),
         "log_loss": Metric(
             "log_loss",
@@ -166,14 +178,12 @@ def _of_labels() -> dict[str, Metric]:
 
 
 def _of_numbers() -> dict[str, Metric]:
-    from sklearn import metrics as sk
-
     squares = with_infinity(regression_loss)
 
     def r2(o: Tensor, y: Tensor) -> float:
         if len(y) < 2 or not bool((y != y[0]).any()):
             return math.nan
-        return float(sk.r2_score(y.numpy(), o.numpy()))
+        return float(_score("r2_score")(y.numpy(), o.numpy()))
 
     return {
         "rmse": Metric("rmse", False, squares, torch.sqrt),
@@ -208,6 +218,21 @@ def _of_quantiles(task: Quantile) -> dict[str, Metric]:
         "width": Metric("width", False, with_infinity(lambda o, y: o[..., -1] - o[..., 0])),
         "mae": Metric("mae", False, with_infinity(lambda o, y: (median(o) - y).abs().mean(-1))),
         "rmse": Metric("rmse", False, with_infinity(lambda o, y: regression_loss(median(o), y)), torch.sqrt),
+    }
+
+
+def _of_masks(task: Task) -> dict[str, Metric]:
+    """Means over images: of each, the mean over the classes in its mask but 0, as in MONAI."""
+
+    def each_alone(o: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([task.loss(o[i : i + 1], y[i : i + 1])[0] for i in range(len(y))])
+
+    images: dict[str, Any] = {"weight": overlap.is_marked, "missing": "its masks have no class but 0"}
+    return {
+        "loss": Metric("loss", False, with_infinity(each_alone if task.mixes else task.loss)),
+        "dice": Metric("dice", True, overlap.dice, worst=0.0, **images),
+        "iou": Metric("iou", True, overlap.iou, worst=0.0, **images),
+        "hausdorff_95": Metric("hausdorff_95", False, overlap.hausdorff_95, **images),
     }
 
 

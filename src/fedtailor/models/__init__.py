@@ -24,6 +24,7 @@ from fedtailor.models.deq import DEQMLP, DEQTransformer, deq_resnet_m, deq_resne
 from fedtailor.models.networks import CNN, FMNISTCNN, LSTM, MLP, LeNet5, Linear
 from fedtailor.models.resnets import resnet8, resnet14, resnet18, resnet20, resnet34
 from fedtailor.models.transformers import Transformer
+from fedtailor.models.unet import UNet
 from fedtailor.plugins import import_object
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -39,6 +40,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet20": resnet20,
     "resnet34": resnet34,
     "transformer": Transformer,
+    "unet": UNet,
     "deq-mlp": DEQMLP,
     "deq-resnet-xs": deq_resnet_xs,
     "deq-resnet-s": deq_resnet_s,

@@ -67,6 +67,15 @@ class KeyFigure:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """An image that the page holds itself."""
+
+    title: str
+    uri: str  # data:image/png;base64,...
+    summary: str  # in words, for screen readers
+
+
+@dataclass(frozen=True)
 class PageSection:
     """A heading and its content; a section with a reason to be `missing` is left out and named at the end."""
 
@@ -79,6 +88,7 @@ class PageSection:
     code: tuple[tuple[str, str], ...] = ()  # title and text
     missing: str = ""
     tables_first: bool = False
+    pictures: tuple[Picture, ...] = ()
 
     def without(self, why: str) -> PageSection:
         return replace(self, missing=why)

@@ -15,6 +15,7 @@ from fedtailor.experiments.store import CONFIG, RESULTS, read_json, read_tree
 from fedtailor.flare.participation import SITES, attendance_words, missing, read_sites, rounds_taken
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.report.formatting import count, duration, format_gain, label, percent, thin, value
+from fedtailor.report.mask_pictures import mask_section
 from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
 from fedtailor.report.recorded_run import RecordedRun, finished_run_beside, gains, known, read_run
 from fedtailor.studies.explain import explain, weights
@@ -50,6 +51,7 @@ def run_page(path: Path, data_root: Path | None = None) -> Page:
         clients(run, others),
         *gain(run, others, references),
         *unusual(run),
+        *mask_section(run, data_root),
         sharing(run, data_root),
         learned_weights(run),
         reported_numbers(run),

@@ -29,6 +29,8 @@ LINEAR = "linear"
 def as_safetensors(own: Personal, config: dict[str, Any], x: Tree) -> bytes:
     """Tensors, and in the header all that is needed to predict with them."""
     made_by: dict[str, Any] = {key: config[key] for key in ("seed", "model", "algorithm") if key in config}
+    if own.window:
+        made_by["evaluation"] = {"window": list(own.window)}
     code = {key: its | {"folder": None} for key, its in code_of(parse(made_by)).items()}  # others may read the file
     about = {
         "site": own.site,
@@ -122,6 +124,7 @@ def read_safetensors(path: Path, trust: bool = False) -> Personal:
         inputs=description.inputs,
         notes=notes,
         extras=extras,
+        window=config.evaluation.window or (),
     )
 
 

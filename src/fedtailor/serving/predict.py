@@ -69,6 +69,11 @@ def _add_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tree, 
         names = model.classes or tuple(map(str, range(predictions.shape[1])))
         columns = {"prediction": [names[i] for i in predictions.argmax(1).tolist()]}
         columns |= {f"probability {name}": predictions[:, i].tolist() for i, name in enumerate(names)}
+    elif predictions.dim() > 2:
+        raise DataError(
+            f"{file}: predictions have shape {list(predictions.shape)}, which a table does not hold; "
+            "predict them from Python"
+        )
     else:
         ends = [""] if predictions.shape[1] == 1 else [f" {i + 1}" for i in range(predictions.shape[1])]
         columns = {f"prediction{end}": predictions[:, i].tolist() for i, end in enumerate(ends)}

@@ -234,11 +234,11 @@ def run(table: Published, cells: Cells, data_root: Path | None, listener: CellLi
 
 def measured(cell: Cell, metric: str) -> float:
     """A figure of a finished run: a test metric of the last round, half of it ("half.mse"), that of "unseen" clients,
-    kB "up" or "down" per client and round, "seconds" per round, the "memory" of a training step (MB), the last or the
-    largest number that was reported under a name ("report.NAME", "largest.NAME"), or how much the masks of two clients
-    with a class in common, or with none, overlap ("overlap.common", "overlap.none"; of the head alone
-    "overlap.head.common", "overlap.head.none"), or a test metric of the models that clients had before the last average
-    ("own.NAME"), for a method with the option `serve`."""
+    that of one client ("client.NAME"), who may be unseen, kB "up" or "down" per client and round, "seconds" per round,
+    the "memory" of a training step (MB), the last or the largest number that was reported under a name ("report.NAME",
+    "largest.NAME"), or how much the masks of two clients with a class in common, or with none, overlap
+    ("overlap.common", "overlap.none"; of the head alone "overlap.head.common", "overlap.head.none"), or a test metric
+    of the models that clients had before the last average ("own.NAME"), for a method with the option `serve`."""
     kind, _, name = metric.partition(".")
     if kind in ("report", "largest"):
         values = [m["report"][name] for m in RunFolder(cell.folder).metrics() if name in m.get("report", {})]
@@ -250,6 +250,8 @@ def measured(cell: Cell, metric: str) -> float:
         return float(results["seconds"]) / cell.config.rounds
     if metric == "memory":
         return _step_memory(cell)
+    if kind == "client":
+        return _of_client(cell, results, name)
     if kind == "own":
         return of_own_models(cell.folder, name)
     if metric.startswith("overlap."):
@@ -261,6 +263,15 @@ def measured(cell: Cell, metric: str) -> float:
     if metric == "unseen":
         return float(results["unseen"]["test"][results["metric"]]["mean"])
     return float(results["last"]["test"][metric]["mean"])
+
+
+def _of_client(cell: Cell, results: dict[str, Any], name: str) -> float:
+    """The first metric of one client; nan where it had no part."""
+    about, unseen = RunFolder(cell.folder).about, results.get("unseen", {})
+    for names, values in ((about["clients"], results["last"]), (unseen.get("names", []), unseen)):
+        if name in names:
+            return float(values["clients"][results["metric"]][names.index(name)])
+    return math.nan
 
 
 def _step_memory(cell: Cell) -> float:

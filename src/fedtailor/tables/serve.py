@@ -18,7 +18,9 @@ from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.data import between, count
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.core.segmentation import class_scores
+from fedtailor.core.trees import Params, Tree, leaves, tree_map
+from fedtailor.core.windows import predict_in_windows
 from fedtailor.data.tabular.align import match_columns
 from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.preparation import NumberColumn, Preparation
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 
 ROWS = 4096  # at a time
+LARGE = 64 * 2**20  # bytes of samples at a time
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Personal:
     inputs: tuple[str, ...] = ()  # names of the parts of a sample, where it has several
     notes: list[str] = field(default_factory=list)  # warnings while rows were read
     extras: Extras = field(default_factory=Extras)  # trees, calibration and intervals, where a fit has them
+    window: tuple[int, ...] = ()  # in which images are predicted; none: whole
 
     @property
     def title(self) -> str:
@@ -134,13 +138,18 @@ class Personal:
         Returns:
             Logits, or standardised numbers, one row per sample.
         """
+        size = sum(v[:1].nbytes for v in leaves(x))
+        rows = max(1, min(ROWS, LARGE // max(size, 1)))
         with torch.no_grad():
-            parts = [
-                self.algorithm.predict(self.model, self.params, between(x, a, a + ROWS))
-                for a in range(0, max(count(x), 1), ROWS)
-            ]
+            parts = [self._predict(between(x, a, a + rows)) for a in range(0, max(count(x), 1), rows)]
         base = tree_map(lambda *each: torch.cat(each), *parts)
         return self.extras.apply(x, base, self.task == "classification")
+
+    def _predict(self, x: Tree) -> Tree:
+        def whole(x: Tree) -> Tree:
+            return self.algorithm.predict(self.model, self.params, x)
+
+        return predict_in_windows(whole, x, self.window) if self.window else whole(x)
 
     def readable(self, outputs: Tree) -> Tree:
         """Outputs on the scale of the data.
@@ -153,6 +162,8 @@ class Personal:
         """
         if self.task == "classification":
             return outputs.softmax(1)
+        if self.task == "segmentation":
+            return class_scores(outputs).softmax(1)
         if self.task == "multilabel":
             return outputs.sigmoid()
         if self.preparation is None:
@@ -166,7 +177,7 @@ class Personal:
         return "root" if self.task == "count" else "log" if is_log else "plain"
 
     def predict(self, rows: Any) -> NDArray[Any]:
-        """Predict the class, or the number, of every row.
+        """Predict the class, or the number, of every row; of images, the class of every pixel or voxel.
 
         Args:
             rows: A frame (polars, pandas, or columns by name) or an array with the columns of training, as they are in
@@ -181,8 +192,10 @@ class Personal:
         values = self._readable(rows)
         if isinstance(values, dict):
             return values  # type: ignore[return-value]
+        if self.task == "segmentation":
+            return values.argmax(1).astype(np.uint8)
         if self.task != "classification":
-            return values.squeeze(1) if values.shape[1] == 1 else values
+            return values.squeeze(1) if values.shape[1:] == (1,) else values
         likely = values.argmax(1)
         return self.labels[likely] if self.classes else likely
 
@@ -193,12 +206,12 @@ class Personal:
             rows: As for `predict`.
 
         Returns:
-            [rows, classes], in the order of `labels`.
+            [rows, classes], in the order of `labels`; of images [rows, classes, ...].
 
         Raises:
             DataError: The model predicts a number.
         """
-        if self.task != "classification":
+        if self.task not in ("classification", "segmentation"):
             raise DataError(f'"{self.site}" predicts a number; predict_proba is for classes')
         return self._readable(rows)
 
@@ -443,6 +456,7 @@ class ServedModels:
             inputs=run.description.inputs,
             notes=list(run.notes),
             extras=extras,
+            window=run.config.evaluation.window or (),
         )
 
     def _model(self, run: _ServedRun, site: str, params: Params) -> Model:

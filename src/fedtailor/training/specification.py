@@ -14,7 +14,7 @@ from fedtailor.core.data import Rows, take
 from fedtailor.core.model import Model
 from fedtailor.core.task import Loss
 from fedtailor.core.trees import Tree
-from fedtailor.training.augmentation import augment
+from fedtailor.training.augmentation import augment, augment_target
 from fedtailor.training.batches import Batch, send_samples
 from fedtailor.training.solver_options import SolverOptions
 
@@ -48,7 +48,10 @@ class Training:
 
     def samples(self, batch: Batch) -> tuple[Tree, Tensor]:
         x, y = send_samples((take(self.data.x, batch.rows), take(self.data.y, batch.rows)), self.model.device)
-        return (x if batch.drawn is None else augment(x, batch.drawn[..., :2], batch.drawn[..., 2])), y
+        if batch.drawn is None:
+            return x, y
+        offsets, flips = batch.drawn[..., :2], batch.drawn[..., 2]
+        return augment(x, offsets, flips), augment_target(y, x, offsets, flips)
 
 
 @lru_cache(maxsize=64)

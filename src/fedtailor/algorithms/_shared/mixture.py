@@ -10,9 +10,12 @@ from torch import Tensor
 from fedtailor.algorithms._shared.own_loss import without_prefix
 from fedtailor.core.context import ClientContext
 from fedtailor.core.model import Model
+from fedtailor.core.segmentation import VOID, class_scores
 from fedtailor.core.trees import Params
 
-CLASSES, NUMBERS = "mixture.of_classes", "mixture.of_numbers"  # under which name the weights stand tells what is mixed
+# under which name the weights stand tells what is mixed
+CLASSES, NUMBERS, MASKS = "mixture.of_classes", "mixture.of_numbers", "mixture.of_masks"
+NAMES = {"regression": NUMBERS, "segmentation": MASKS}  # by kind of target; else of classes
 GRID = 20  # steps of a weight from 0 to 1
 FOLDS = 5  # of a client's validation samples
 STRENGTHS = (1.0, 5.0, 20.0, 80.0, 320.0, 1e6)  # samples that the opinion of all clients may be worth beside a client's
@@ -39,12 +42,25 @@ def products_of_errors(me: ClientContext, models: Sequence[Params]) -> Tensor:
     x, y, mask = me.val
     if not len(y):
         return me.n.new_zeros(FOLDS, len(models), len(models))
-    outputs = torch.stack([me.model(me.buffers | model, x) for model in models])
+    outputs = [me.model(me.buffers | model, x) for model in models]
+    if me.experiment.task.kind == "segmentation":
+        wrong = _wrong_pixels(torch.stack([class_scores(o).softmax(1) for o in outputs]), y) * mask[:, None]
+        return torch.einsum("fn,anc,bnc->fab", folds(mask), wrong, wrong)
+    known = torch.stack(outputs)
     if me.experiment.task.kind == "classification":
-        outputs = outputs.softmax(-1)
-        y = y[:, None] == torch.arange(outputs.shape[-1], device=y.device)
-    wrong = (outputs - y.to(outputs.dtype)) * mask[:, None]
+        known = known.softmax(-1)
+        y = y[:, None] == torch.arange(known.shape[-1], device=y.device)
+    wrong = (known - y.to(known.dtype)) * mask[:, None]
     return torch.einsum("fn,anc,bnc->fab", folds(mask), wrong, wrong)
+
+
+def _wrong_pixels(found: Tensor, y: Tensor) -> Tensor:
+    """[models, images, all numbers]: errors of probabilities [models, images, classes, ...], whose squares add up to
+    the mean over the pixels."""
+    numbers = torch.arange(found.shape[2], device=y.device).reshape(-1, *[1] * (y.dim() - 1))
+    counts = (y != VOID).to(found.dtype)
+    share = counts / counts.flatten(1).sum(1).clamp(min=1).reshape(-1, *[1] * (y.dim() - 1))
+    return ((found - (y[:, None] == numbers).to(found.dtype)) * share.sqrt()[:, None]).flatten(2)
 
 
 def folds(mask: Tensor) -> Tensor:
@@ -65,7 +81,7 @@ def held_out(me: ClientContext, q: Tensor, m: Tensor) -> Tensor:
 def weights(me: ClientContext, models: Sequence[Params], m: Tensor, strength: Tensor) -> Params:
     """What each model counts for a client: its validation samples decide, with `strength` more that say m."""
     a = least(products_of_errors(me, models).sum(0), m, strength / me.val.mask.sum().clamp(min=1))
-    return {NUMBERS if me.experiment.task.kind == "regression" else CLASSES: a}
+    return {NAMES.get(me.experiment.task.kind, CLASSES): a}
 
 
 def least(q: Tensor, m: Tensor, strength: Tensor | float) -> Tensor:
@@ -83,9 +99,11 @@ def least(q: Tensor, m: Tensor, strength: Tensor | float) -> Tensor:
 def predict(model: Model, personal: Params, x: Tensor, others: Sequence[str]) -> Tensor:
     """Log probabilities, or numbers, of the mixture of a model and those beside it."""
     known = {k: v for k, v in personal.items() if k in model.params or k in model.private_buffers}
-    outputs = torch.stack(
-        [model(known | (without_prefix(name, personal) if name else {}), x) for name in ("", *others)]
-    )
+    each = [model(known | (without_prefix(name, personal) if name else {}), x) for name in ("", *others)]
+    if MASKS in personal:
+        logs = torch.stack([class_scores(outputs).log_softmax(1) for outputs in each])
+        return (personal[MASKS].log().reshape(-1, *[1] * (logs.dim() - 1)) + logs).logsumexp(0)
+    outputs = torch.stack(each)
     if NUMBERS in personal:
         return torch.tensordot(personal[NUMBERS], outputs, dims=1)
     return (personal[CLASSES].log()[:, None, None] + outputs.log_softmax(-1)).logsumexp(0)

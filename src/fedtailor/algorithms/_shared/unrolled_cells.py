@@ -32,7 +32,8 @@ class UnrolledCells(learnables.Learnables):
     gradient: Literal["exact", "local"] = "exact"
     """Differentiate through the whole federation, or treat the common model as constant."""
     sum_loss: bool = False
-    """The outer loss is the sum over all samples, as in (13), not their mean (released code); the same for Adam."""
+    """The outer loss is the sum of the clients' F, as in (13), not the mean over samples (released code); the same for
+    Adam, where F is a sum over samples."""
     start: Literal["last", "fixed", "drawn"] = "last"
     """Where a round's first cell starts: where the last round ended; at v and w drawn once (paper); or drawn anew in
     every round (released code)."""

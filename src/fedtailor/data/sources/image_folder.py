@@ -77,6 +77,13 @@ def _read_listing(path: Path) -> list[ImageEntry]:
 
 def read_pixels(path: Path, config: ImageFolderConfig) -> NDArray[np.uint8]:
     """The pixels of an image [channels, height, width], upright and scaled."""
+    scaled = read_upright(path, MODES[config.colours], config.size)
+    return np.ascontiguousarray(scaled[None] if scaled.ndim == 2 else scaled.transpose(2, 0, 1))
+
+
+def read_upright(path: Path, mode: str, size: int) -> NDArray[Any]:
+    """The pixels of an image as they are stored, upright; "" keeps its mode, such as that of a mask, and a size of 0
+    its size."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -84,10 +91,11 @@ def read_pixels(path: Path, config: ImageFolderConfig) -> NDArray[np.uint8]:
     try:
         with warnings.catch_warnings(), Image.open(path) as image:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            upright = ImageOps.exif_transpose(image).convert(MODES[config.colours])
-            scaled: Any = np.asarray(upright.resize((config.size, config.size), Image.Resampling.BILINEAR))
+            upright = ImageOps.exif_transpose(image)
+            upright = upright.convert(mode) if mode else upright
+            way = Image.Resampling.BILINEAR if mode else Image.Resampling.NEAREST
+            return np.array(upright.resize((size, size), way) if size else upright)
     except FileNotFoundError:
         raise DataError(f"{path}: no such image") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(f"{path}: not an image that can be read ({error})") from None
-    return np.ascontiguousarray(scaled[None] if scaled.ndim == 2 else scaled.transpose(2, 0, 1))
