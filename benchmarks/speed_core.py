@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -28,6 +30,19 @@ from fedtailor.engines import EngineName, machine
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.models import build
 from fedtailor.training.solver import Solver
+
+Rivals = Mapping[str, Callable[[], None]]
+LAYOUTS = ("contiguous", "channels_last")
+KEPT, PLAIN = ", freed memory kept", f"plain torch, {engines.cores()} processes,"
+
+
+def processor_seconds() -> float:
+    """Of this process and those that it has started."""
+    here = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (here, *here.children(recursive=True)))
+
+
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": processor_seconds}
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,7 @@ class Options:
     engine: EngineName = "auto"
     repeats: int = 5
     small: bool = False
+    clock: str = "wall"
 
 
 def images(count: int) -> tuple[Tensor, Tensor]:
@@ -146,13 +162,42 @@ class Ours:
         self._held.close()
 
 
-def in_turns(rivals: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+def in_turns(rivals: Rivals, repeats: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     """Median seconds of each; they take turns, and the first turn does not count."""
     times: dict[str, list[float]] = {k: [] for k in rivals}
     for turn in range(repeats + 1):
         for k, run in rivals.items():
-            begun = time.perf_counter()
+            begun = clock()
             run()
             if turn:
-                times[k].append(time.perf_counter() - begun)
+                times[k].append(clock() - begun)
     return {k: statistics.median(v) for k, v in times.items()}
+
+
+def beside(
+    name: str,
+    ours: Ours,
+    ways: Sequence[str],
+    options: Options,
+    goal: float | None,
+    moved: str | None = None,
+    others: Rivals | None = None,
+) -> tuple[dict[str, float], list[Figure]]:
+    """Ours against the best of several ways to do the same without a federation; all seconds, and the figures.
+
+    One limit has memory as the C library gives it. The next one keeps what is freed for the next step, as ours does.
+    The last one, `moved`, if there is one, also knows what ours does beyond plain torch; it came later than the goal,
+    and has none.
+    """
+    sides = {"": options.workers, KEPT: options.keeping}
+    rivals: dict[str, Callable[[], None]] = {"ours": ours} | dict(others or {})
+    rivals |= {way + kept: partial(workers, way) for kept, workers in sides.items() for way in ways}
+    last = [moved] if moved is not None else []
+    rivals |= {way + KEPT: partial(options.keeping, way) for way in last}
+    found = in_turns(rivals, options.repeats, CLOCKS[options.clock])
+    ours.close()
+    best = {min((way + kept for way in ways), key=found.__getitem__): goal for kept in sides}
+    return found, [
+        Figure(name, found["ours"], found[way], f"{PLAIN} {way}", most, engine=ours.engine_name)
+        for way, most in (best | {way + KEPT: None for way in last}).items()
+    ]

@@ -55,6 +55,8 @@ PROGRAMS = (  # files and tests: processes, browsers, compilers, examples, and p
     "tests/docs/test_start.py::test_other_libraries",
     "tests/e2e/test_federation.py",
     "tests/e2e/test_networks.py",
+    "tests/e2e/test_operations.py",
+    "tests/e2e/test_other_flare.py",
     "tests/e2e/test_processes.py",
     "tests/engines/test_malloc.py",
     "tests/engines/test_torchrun.py",
@@ -70,6 +72,7 @@ PROGRAMS = (  # files and tests: processes, browsers, compilers, examples, and p
     "tests/trust/test_lying_search.py::test_a_site_that_says_anything_passes_no_bound",
     "tests/trust/test_lying_search.py::test_the_search_finds_a_site_with_rows_of_another_world",
     "tests/world/test_zoo.py::test_every_module",
+    "tests/world/test_zoo.py::test_more_of_several_at_once",
 )
 
 

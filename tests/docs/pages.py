@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -46,10 +47,17 @@ def blocks(page: Path) -> list[Block]:
     return [Block(m[1], m[2], text.count("\n", 0, m.start(2)) + 1) for m in _BLOCK.finditer(text)]
 
 
-def run_page(page: Path, monkeypatch: pytest.MonkeyPatch, port: str = "", processes: bool = False) -> ModuleType:
+def run_page(
+    page: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    port: str = "",
+    processes: bool = False,
+    without: Collection[str] = (),
+) -> ModuleType:
     """Run all Python and shell of a page in the current folder; returns the namespace it leaves.
 
     Where a page names a port, a free one takes its place: somebody else may follow the page on this machine.
+    Blocks that import packages of `without` are left out.
     Runs of a comparison have processes of their own only if asked: each imports torch, and tests/e2e shows them.
     """
     if processes:
@@ -60,6 +68,8 @@ def run_page(page: Path, monkeypatch: pytest.MonkeyPatch, port: str = "", proces
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
     ran = 0
     for block in blocks(page):
+        if any(re.search(rf"^(import|from) {package}\b", block.text, re.MULTILINE) for package in without):
+            continue
         if block.file is not None:
             Path(block.file).write_text(block.text, encoding="utf-8")
         elif block.language == "python":

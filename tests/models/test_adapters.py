@@ -107,3 +107,35 @@ def test_runs_send_adapters_only(tmp_path: Any, name: str) -> None:
     size = sum(v.nbytes for k, v in model.params.items() if name not in ("fedper", "fedsa-lora") or "lora_A" in k)
     most = 2 * 4 * (size + 2000)  # two rounds, four clients; a count, names
     assert 0 < results["traffic"]["up"] <= most
+
+
+class Encoder(nn.Module):
+    """Layers of torch, which have fused forms for prediction."""
+
+    head = ("out",)
+
+    def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(shape[1], 2, 16, 0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2)
+        self.out = nn.Linear(shape[1], outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layers(x, src_key_padding_mask=x[:, :, 0] > 1).mean(1))
+
+
+def test_adapters_in_layers_of_torch_count_in_predictions() -> None:
+    name = "tests.models.test_adapters:Encoder"
+    model = build(name, (5, 8), 3, seed=0, adapter=AdapterConfig(targets=("*.linear1", "*.linear2")))
+    params = {k: torch.randn(v.shape) for k, v in model.params.items()}
+    x = torch.randn(4, 5, 8).clamp(max=1)
+    with torch.no_grad():
+        predicted, trained = model(params, x), model(params, x, training=True)
+        without = model({k: torch.zeros_like(v) if "lora_B" in k else v for k, v in params.items()}, x)
+    torch.testing.assert_close(predicted, trained)
+    assert not torch.allclose(predicted, without)
+
+
+def test_an_adapter_that_would_have_no_effect_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layers\.layers\.0\.self_attn\.out_proj"):
+        build("tests.models.test_adapters:Encoder", (5, 8), 3, seed=0, adapter=AdapterConfig(targets=("*.out_proj",)))

@@ -12,11 +12,11 @@ import polars as pl
 import pytest
 
 import fedtailor as ft
-from fedtailor.aggregation.identity import read_identity, statement_of
+from fedtailor.aggregation.identity import read_identity
 from fedtailor.api import Fit
 from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_json
-from fedtailor.tables.leave import leave
+from fedtailor.tables.leave import departure_statement, leave
 from tests.flare.sites import Authority
 
 SITES = ("east", "north", "south", "west")
@@ -54,7 +54,7 @@ def test_leaving_is_a_fresh_fit_without_the_site(tmp_path: Path) -> None:
     assert names == {"current.json", "departures", "update-1"}
     record = dict(read_json(result.file))
     signature = record.pop("signature")
-    assert signature == {"kind": "checksum", "sha256": hashlib.sha256(statement_of(record)).hexdigest()}
+    assert signature == {"kind": "checksum", "sha256": hashlib.sha256(departure_statement(record)).hexdigest()}
     assert (record["left"], record["stay"]) == (["west"], list(kept))
     assert record["fit"] == hashlib.sha256((result.folder / "fit.json").read_bytes()).hexdigest()
     assert "fit.json" in record["deleted"]
@@ -77,6 +77,6 @@ def test_a_certificate_signs_the_record(tmp_path: Path) -> None:
     identity = read_identity(startup, ())
     assert identity is not None
     parts = base64.b64decode(signature["certificate"]), base64.b64decode(signature["signature"])
-    assert identity.check(*parts, statement_of(record), "record") == "east"
+    assert identity.check(*parts, departure_statement(record), "record") == "east"
     with pytest.raises(ValueError, match="not signed"):
-        identity.check(*parts, statement_of(record | {"left": []}), "record")
+        identity.check(*parts, departure_statement(record | {"left": []}), "record")

@@ -14,6 +14,7 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree, items, tree_map
+from fedtailor.data.federated import federated
 from fedtailor.models import build
 from fedtailor.training.batches import Batch, single
 from fedtailor.training.kernels import structure
@@ -408,3 +409,14 @@ def test_statistics_and_priors_have_no_head_alone() -> None:
     )  # batch statistics change with every batch
     assert structure.head_layer(build("cnn", (1, 28, 28), 3, seed=0, prior=True)) is None
     assert structure.head_layer(build("cnn", (1, 28, 28), 3, seed=0, head=("hidden", "out"))) is None
+
+
+def test_convolutions_in_three_dimensions() -> None:
+    """With the channels last in memory, which changes nothing but the speed."""
+    x = torch.randn(16, 2, 3, 3, 3, dtype=F64)
+    data = federated({"ada": (x, torch.arange(16) % 3)})
+    module = nn.Sequential(nn.Conv3d(2, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3)).to(F64)
+    model = Model(module)
+    found = make_me(data, model).sgd(model.params, epochs=EPOCHS)
+    batches = batches_of(make_me(data, model), data, 0, SOLVER.batch_size)
+    assert_equal(found, by_torch(model, data, batches, lambda p: torch.optim.SGD(p, lr=SOLVER.lr)))

@@ -6,11 +6,14 @@ import copy
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -51,7 +54,7 @@ def data() -> FederatedData:
     return ft.federated(clients, name="made", outputs=2)
 
 
-def settings(name: str, engine: str) -> dict[str, Any]:
+def keys(name: str, engine: str) -> dict[str, Any]:
     return {
         "model.name": f"tests.world.zoo:{name}",
         "local.batch_size": 0,
@@ -64,19 +67,17 @@ def settings(name: str, engine: str) -> dict[str, Any]:
 
 
 def trained(name: str, engine: str, out: Path) -> Run:
-    return ft.run(
-        "local", data(), engine=engine, rounds=ROUNDS, settings=settings(name, engine), out=out, progress=False
-    )
+    return ft.run("local", data(), engine=engine, rounds=ROUNDS, settings=keys(name, engine), out=out, progress=False)
 
 
 @cache
 def by_hand(name: str) -> dict[str, nn.Module]:
     """Each client trains a module of its own, in plain torch."""
     federated, out = data(), {}
-    begun = plain.begun(zoo.MODULES[name], federated.shape, 2)
+    begun = plain.begun(getattr(zoo, name), federated.shape, 2)
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in begun.parameters()):
         with plain.torch_stream(0, "model"), torch.no_grad():
-            begun = zoo.MODULES[name](federated.shape, 2)
+            begun = getattr(zoo, name)(federated.shape, 2)
             begun(torch.zeros(2, *federated.shape))
     resting = [k for k, m in begun.named_modules() if not m.training]
     for i, client in enumerate(federated.clients):
@@ -150,8 +151,7 @@ def outcome(name: str, engine: str, folder: Path) -> str:
     assert_predicts(run.personal(client), run, client, copy.deepcopy(by_hand(name)[client]))
     (file,) = export(run.path, client, "safetensors", folder / "model.safetensors")
     assert_predicts(read_safetensors(file), run, client, copy.deepcopy(by_hand(name)[client]))
-    if engine == "loop":
-        resumed(run, folder / "resumed")
+    resumed(run, folder / "resumed")
     return "equal"
 
 
@@ -187,6 +187,30 @@ def test_every_module(name: str, engine: str, tmp_path: Path) -> None:
     assert outcome(name, engine, tmp_path) == wanted(name, engine)
 
 
+PARTS = st.lists(st.sampled_from(zoo.PARTS), min_size=2, max_size=4, unique=True)
+
+
+def several_at_once(engine: str, parts: list[str]) -> None:
+    name = "_".join(parts)
+    try:
+        by_hand(name)
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError):
+        reject()  # torch does not train it, either
+    with TemporaryDirectory() as folder:
+        found = outcome(name, engine, Path(folder))
+    assert found == "equal" or engine == "vmap"
+
+
+@pytest.mark.parametrize("engine", ENGINES[:2])
+def test_several_at_once(engine: str) -> None:
+    settings(max_examples=5)(given(PARTS)(several_at_once))(engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_more_of_several_at_once(engine: str) -> None:
+    settings(max_examples=40)(given(PARTS)(several_at_once))(engine=engine)
+
+
 @pytest.mark.parametrize("name", sorted(set(zoo.MODULES) - set(zoo.REFUSED)))
 @pytest.mark.parametrize("to", ["torch", "onnx"])
 def test_every_module_as_a_graph(name: str, to: str, tmp_path: Path) -> None:
@@ -199,7 +223,7 @@ def test_every_module_as_a_graph(name: str, to: str, tmp_path: Path) -> None:
 
 
 def test_the_engine_is_chosen_by_a_step_and_a_prediction(tmp_path: Path) -> None:
-    run = ft.run("local", data(), rounds=1, settings=settings("DataDependent", "auto"), out=tmp_path, progress=False)
+    run = ft.run("local", data(), rounds=1, settings=keys("DataDependent", "auto"), out=tmp_path, progress=False)
     about = run.folder.about
     assert about["engine"] != "vmap"
     assert "cannot be stacked" in about["engine_why"]

@@ -658,3 +658,13 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
     for name, kind in list(globals().items())
     if isinstance(kind, type) and issubclass(kind, nn.Module) and not name.startswith("_")
 }
+KINDS = {name: kind for name, kind in MODULES.items() if isinstance(kind, type) and issubclass(kind, Base)}
+PARTS = [name for name in KINDS if name not in ("Base", *REFUSED)]
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    """Several in one, such as "Normed_Tied_Queue": each changes the features of the one after it."""
+    if set(parts := name.split("_")) <= set(MODULES):
+        kinds: Any = [MODULES[part] for part in parts]
+        return type(name, tuple(kinds), {"__module__": __name__})
+    raise AttributeError(name)

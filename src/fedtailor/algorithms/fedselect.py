@@ -96,8 +96,9 @@ class FedSelect(Algorithm):
     @on_client(sends=(ENTRIES, MASK, REST, COUNT))
     def local(self, me: ClientContext, message: Ragged, statistics: Params) -> tuple[Tree, Tree]:
         v, old, m, before = (me.state[k] for k in ("v", "m", "next", "before"))
-        u = unflat(unpack(message, ~flat(old)), v)
-        start = {k: torch.where(old[k], v[k], u[k]) for k in v}  # what has just become own begins at the common value
+        u = unpack(message, ~flat(old))
+        # what has just become own begins at the common value
+        start = {k: torch.where(old[k], v[k], common) for k, common in unflat(u, v).items()}
         theta = start | statistics
         for _ in range(self.epochs):  # Algorithm 2
             theta = me.sgd(theta, mask=m, lr=self.personal_lr)

@@ -213,7 +213,8 @@ class Model:
     @cached_property
     def likes_channels_last(self) -> bool:
         """Convolutions are faster with the channels last; a solver works on the values in their order."""
-        return any(type(m) is nn.Conv2d for m in self.module.modules()) and not self.warm_starts
+        kinds = (nn.Conv2d, nn.Conv3d)
+        return any(type(m) in kinds for m in self.module.modules()) and not self.warm_starts
 
     @property
     def has_common_statistics(self) -> bool:

@@ -50,6 +50,12 @@ def add_lora(module: nn.Module, adapter: AdapterConfig, head: Sequence[str] = ()
         raise ConfigError(f"model.adapter: {str(error).splitlines()[0]}") from None
     for parameter in also:
         parameter.requires_grad_(True)
+    for part in module.modules():
+        # the fused forms of torch read the weights of such layers and pass their adapters by
+        if isinstance(part, nn.TransformerEncoderLayer):
+            part.activation_relu_or_gelu = 0
+        elif isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False
 
 
 def trained_parameters(module: nn.Module) -> list[str]:
@@ -69,7 +75,14 @@ def _targets(module: nn.Module, targets: Sequence[str], kept: Sequence[str]) -> 
         if not any(is_under(name, target) for name in names):
             raise ConfigError(f'model.adapter: targets: the model has no layer "{target}"; {nearest(target, names)}')
     weighty = [name for name in names if list(module.get_submodule(name).parameters(recurse=False))]
-    return [name for name in weighty if any(is_under(name, target) for target in targets)]
+    layers = [name for name in weighty if any(is_under(name, target) for target in targets)]
+    for name in layers:
+        if isinstance(module.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+            raise ConfigError(
+                f'model.adapter: targets: "{name}" belongs to nn.MultiheadAttention, which reads its weight without '
+                "calling it, so an adapter has no effect; name other layers"
+            )
+    return layers
 
 
 def _parameters(module: nn.Module, parts: Sequence[str]) -> list[nn.Parameter]:

@@ -44,9 +44,13 @@ class _Largest(torch.autograd.Function):
     def forward(score: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
         if count <= 0:
             return torch.zeros_like(eligible)
-        order = (~_as_whole_numbers(torch.where(eligible, score, -torch.inf))).argsort(stable=True)
-        rank = torch.zeros_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
-        return eligible & (rank < count)
+        numbers = _as_whole_numbers(torch.where(eligible, score, -torch.inf)).cpu().numpy()
+        number = min(int(count), len(numbers))
+        least = np.partition(numbers, len(numbers) - number)[len(numbers) - number]  # less memory than ranks of all
+        chosen = numbers > least
+        equal = np.flatnonzero(numbers == least)
+        chosen[equal[: number - np.count_nonzero(chosen)]] = True
+        return eligible & torch.from_numpy(chosen).to(eligible.device)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -66,7 +70,7 @@ class _Largest(torch.autograd.Function):
 
 
 def _as_whole_numbers(score: Tensor) -> Tensor:
-    """Numbers in the same order: torch sorts whole ones many times faster."""
+    """Numbers in the same order, of which all can be compared: NaN comes behind infinity."""
     bits = (score + 0.0).view(torch.int64 if score.dtype == torch.float64 else torch.int32)  # without a negative zero
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
@@ -153,7 +157,7 @@ def overlap(masks: Tensor) -> Tensor:
 def pack(values: Tensor, keep: Tensor) -> Ragged:
     """The entries to keep, moved to the front: only they travel."""
     places = values.shape[-1]
-    to = torch.where(keep, keep.cumsum(-1) - 1, places)  # what is not kept falls into a place behind the last
+    to = keep.cumsum(-1).sub_(1).masked_fill_(~keep, places)  # what is not kept falls into a place behind the last
     moved = values.new_zeros(*values.shape[:-1], places + 1).scatter(-1, to, values)
     return Ragged((moved[..., :-1], keep.sum(-1)))
 
@@ -170,7 +174,7 @@ def pack_each(values: Tensor, keep: Tensor) -> Ragged:
 
 def unpack(packed: Ragged, keep: Tensor) -> Tensor:
     """The entries of `pack` back in their places; 0 elsewhere."""
-    return packed[0].gather(-1, (keep.cumsum(-1) - 1).clamp(min=0)) * keep
+    return packed[0].gather(-1, keep.cumsum(-1).sub_(1).clamp_(min=0)) * keep
 
 
 def to_bits(mask: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedtailor.aggregation.identity import CERTIFICATE, KEY, read_identity, statement_of
+import polars as pl
+
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.files import expand_home
+from fedtailor.data.files import client_name, expand_home
 from fedtailor.data.tabular.prepare import prepare_tables
-from fedtailor.data.tabular.read import client_name, read_client_tables, read_rows
+from fedtailor.data.tabular.read import read_client_tables, read_rows
 from fedtailor.errors import RunError
 from fedtailor.experiments.building import data_seed
 from fedtailor.experiments.store import (
@@ -89,6 +91,11 @@ def _check(leaving: Sequence[str], known: Sequence[str]) -> None:
         raise RunError("no site would be left; delete the folder")
 
 
+def departure_statement(content: dict[str, Any]) -> bytes:
+    """What a record of leaving says, as it is signed."""
+    return json.dumps({"departure": content}, sort_keys=True).encode()
+
+
 def _own_copy(source: FolderConfig, root: Path, out: Path, leaving: Sequence[str]) -> FolderConfig:
     """Rows that the fit itself keeps are copied, but for those of the sites that leave; others stay where they are."""
     path = expand_home(source.path).resolve()
@@ -101,8 +108,6 @@ def _own_copy(source: FolderConfig, root: Path, out: Path, leaving: Sequence[str
             if client_name(file) is not None and client_name(file) not in leaving:
                 shutil.copy2(file, folder / file.name)
         return source.model_copy(update={"path": folder})
-    import polars as pl
-
     frame = read_rows(path)[1]
     stays = ~frame[source.client_column].cast(pl.String).is_in(list(leaving))
     frame.filter(stays.fill_null(True)).write_parquet(folder / "sites.parquet")
@@ -132,9 +137,11 @@ def _write_record(
         "deleted": deleted,
         "previous": hashlib.sha256(earlier[-1].read_bytes()).hexdigest() if earlier else "",
     }
-    statement = statement_of(content)
+    statement = departure_statement(content)
     signature = {"kind": "checksum", "sha256": hashlib.sha256(statement).hexdigest()}
     if identity is not None:
+        from fedtailor.aggregation.identity import CERTIFICATE, KEY, read_identity  # need cryptography
+
         signer = read_identity(identity, ())
         if signer is None:
             raise RunError(f"{identity}: has no {CERTIFICATE} and {KEY}; name the startup folder of a kit")

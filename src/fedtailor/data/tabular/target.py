@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from fedtailor.data.configs import FolderConfig
@@ -14,9 +15,6 @@ from fedtailor.data.tabular.columns import ClientTable, Column
 from fedtailor.data.tabular.encode import sort_values
 from fedtailor.data.tabular.preparation import Floats, TargetColumn
 from fedtailor.errors import DataError
-
-if TYPE_CHECKING:
-    import polars as pl
 
 FEW = 20  # a target of text or whole numbers with at most so many distinct values is a class
 LARGEST = 1e100  # of a number to predict
@@ -197,6 +195,8 @@ def refuse_mixed_text(tables: Collection[ClientTable], column: str, remedy: str)
 
 def refuse_text(tables: Collection[ClientTable], column: str, remedy: str) -> None:
     for table in tables:
+        if table.columns[column].number.null_count() == table.columns[column].text.null_count():
+            continue
         rows = table.columns[column].is_text.arg_true()
         if len(rows):
             row = int(rows[0])

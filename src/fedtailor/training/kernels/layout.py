@@ -1,4 +1,4 @@
-"""Tensors in memory as convolutions like them: the channels last."""
+"""Tensors in memory as convolutions in two and three dimensions like them: the channels last."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from torch import Tensor
 
 from fedtailor.core.trees import Tree
 
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+
 
 def channels_last(value: Tree) -> Tree:
     """The same numbers, of an image or a kernel in another order."""
     if isinstance(value, dict):
         return {k: channels_last(v) for k, v in value.items()}
     # not `contiguous`, which leaves the strides of a single channel as they are, and these decide on the kernel
-    return value.to(memory_format=torch.channels_last) if value.dim() == 4 else value
+    return value.to(memory_format=LAST[value.dim()]) if value.dim() in LAST else value
 
 
 def channels_last_tree(t: Tree) -> Tree:
@@ -22,15 +24,14 @@ def channels_last_tree(t: Tree) -> Tree:
 
 
 def copy_channels_last(value: Tensor) -> Tensor:
-    """A copy that is laid out so."""
-    if value.dim() != 4:
+    if value.dim() not in LAST:
         return value.clone()
-    return torch.empty_like(value, memory_format=torch.channels_last).copy_(value)
+    return torch.empty_like(value, memory_format=LAST[value.dim()]).copy_(value)
 
 
 def as_channels_last(place: Tensor) -> Tensor:
     """The same memory, for a tensor that is laid out so."""
-    if place.dim() != 4:
+    if place.dim() not in LAST:
         return place.detach()
-    shape = torch.empty_like(place, device="meta", memory_format=torch.channels_last)
+    shape = torch.empty_like(place, device="meta", memory_format=LAST[place.dim()])
     return place.as_strided(shape.shape, shape.stride()).detach()
