@@ -289,6 +289,7 @@ def test_the_status_of_a_server_as_json(tmp_path: Path, capsys: pytest.CaptureFi
     write_json(folder / "runs/one/sites.json", {"ada": {"seen": 1.0}})
     status_command(folder, as_json=True)
     (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run.pop("figures") == {"seconds": 0, "faults": 0, "abandoned": 0}
     assert run == {"name": "one", "rounds": 0, "of": 5, "is_finished": False, "sites": {"ada": {"seen": 1.0}}}
     (folder / "runs/one/metrics.jsonl").write_text('{"round": 1}\nnothing\n')
     with pytest.raises(RunError, match=r"metrics\.jsonl: line 2: damaged"):

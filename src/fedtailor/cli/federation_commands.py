@@ -159,6 +159,36 @@ def submit(
 
 
 @app.command()
+def job(
+    config: Config,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the job; created.")],
+    settings: Settings = [],  # noqa: B006
+    site: Annotated[list[str], typer.Option("--site", help="A site that must take part; repeatable.")] = [],  # noqa: B006
+    run: RunName = "",
+    least: Least = 0,
+) -> None:
+    """Write a run as a job of NVIDIA FLARE, for a FLARE that is there already: submit it with FLARE's own tools.
+
+    The job holds names of classes and the configuration, no code: fedtailor is installed at the server and at every
+    site, and each site has its site.toml in the folder local of its FLARE workspace.
+    """
+    import json
+
+    from fedtailor.data.configs import SitesConfig
+    from fedtailor.flare import kits
+
+    kits.require_flare()
+    from fedtailor.flare.nvidia import Coordinator, asker, write_job
+
+    checked = _read_config(config, settings).model_copy(update={"data": SitesConfig()})
+    name = _name(run, "sites", checked)
+    if (out / name).exists():
+        raise RunError(f"{out / name}: exists already; choose another --run or --out")
+    server = Coordinator(name, json.dumps(checked.plain()), sorted(site), least, submitter=asker())
+    print(f"{write_job(name, server, out)}: submit it with: nvflare job submit -j {shlex.quote(str(out / name))}")
+
+
+@app.command()
 def local(
     sites: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of sites; each gets one client's data.")],
     config: Config,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -105,17 +106,33 @@ def health(folder: Folder) -> None:
     """
     from fedtailor.flare import operate
 
+    operate.rotate_log(folder / operate.LOG)  # of a participant in the background, which nobody else does
     if wrong := operate.problems(operate.read_status(folder)):
         print("\n".join(wrong))
         raise typer.Exit(1)
     print(f"{folder}: healthy")
 
 
-def metrics(folder: Folder) -> None:
-    """Print the status of a participant in the Prometheus text format, for the textfile collector."""
+def metrics(
+    folder: Folder,
+    serve: Annotated[int, typer.Option("--serve", metavar="PORT", help="Serve it on 127.0.0.1 until Ctrl-C.")] = 0,
+) -> None:
+    """Print the status of a participant in the Prometheus text format, or serve it at /metrics.
+
+    Rounds, seconds, faults, bytes and epsilon of runs; who missed rounds; disk, clock and days of the certificate.
+    """
     from fedtailor.flare import operate
 
-    print(operate.prometheus_text(operate.read_status(folder)), end="")
+    if not serve:
+        print(operate.prometheus_text(operate.read_status(folder)), end="")
+        return
+    from fedtailor.flare.metrics_endpoint import MetricsServer
+
+    operate.read_status(folder, asks=False)  # report errors in it now
+    with MetricsServer(folder, serve) as server:
+        print(f"serves http://127.0.0.1:{server.server_port}/metrics; Ctrl-C ends it", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def pause(
@@ -217,7 +234,7 @@ def revoke(
     """Revoke a site's certificate: the server sends it no requests, and no partner sums with it.
 
     The list is signed by the authority. It reaches the server with the next run that is submitted from FOLDER/admin,
-    and every site from the server. A server that can be reached ends the site's connection now.
+    and every site from the server. A server that can be reached admits the site no more from now on.
     """
     from fedtailor.flare import kits
 
@@ -229,7 +246,7 @@ def revoke(
     try:
         with admin_session(folder / "admin" / kits.KIT, kits.ADMIN) as session:
             session.disable(name)
-        print(f"{name}: the server has ended its connection")
+        print(f"{name}: the server admits it no more")
     except Unreachable:
         print(f"the server cannot be reached; at once: copy {path} to the server's folder")
 

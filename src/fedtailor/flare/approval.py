@@ -27,7 +27,7 @@ def require_approval(folder: Path, kit: Path, run: str, what: dict[str, Any]) ->
         return identity
     path = folder / APPROVALS / f"{identity}.json"
     record = dict(read_json(path)) if path.exists() else {}
-    if record and _is_signed(record, kit):
+    if record.get("what") == what and _is_signed(record, kit):  # the short name alone could be that of another run
         if record["decision"] == NO:
             raise Refused(f"{record['by']} has declined this run")
         if not record["run"]:

@@ -35,7 +35,7 @@ from nvflare.private.fed.server.server_commands import ServerCommands
 from fedtailor.errors import RetryableError, RunError, UserError
 from fedtailor.flare.background import in_thread
 from fedtailor.flare.job_progress import CONNECTING, FINISHING, GREETING, STARTING, TRAINING, JobProgress
-from fedtailor.flare.kits import ADMIN, KIT, SERVER_FOLDER, SITE_FILE
+from fedtailor.flare.kits import ADMIN, KIT, RUNS, SERVER_FOLDER, SITE, SITE_FILE
 from fedtailor.flare.participation import SITES, SiteRecord, read_sites
 from fedtailor.flare.revocations import read_list
 
@@ -172,10 +172,11 @@ class Participant:
 
     @collab.init
     def start(self) -> None:
-        """Read site.toml; its path is in the environment of the site's process."""
+        """Read site.toml; its path is in the environment of the site's process, or it is in FLARE's folder `local`."""
         from fedtailor.flare.site import SiteService, read_site
 
-        self._service = SiteService(read_site(Path(os.environ[SITE_FILE])), collab.site_name)
+        file = os.environ.get(SITE_FILE) or Path(collab.workspace.get_root_dir()) / "local" / SITE
+        self._service = SiteService(read_site(Path(file)), collab.site_name)
 
     @collab.publish
     def call(self, request: bytes) -> bytes:
@@ -212,7 +213,8 @@ class Coordinator:
         from fedtailor.flare.revocations import accept_list
         from fedtailor.flare.server import coordinate
 
-        log, link, root = logging.getLogger("fedtailor"), _Collab(), Path(os.environ[SERVER_FOLDER])
+        log, link = logging.getLogger("fedtailor"), _Collab()
+        root = Path(os.environ.get(SERVER_FOLDER) or Path(collab.workspace.get_root_dir()) / RUNS)
         BOARD.begin(link, len(set(self.named) | set(link.sites)))
         try:
             config = parse(json.loads(self.config))

@@ -425,6 +425,12 @@ def _read_account(path: Path) -> dict[str, Any] | None:
     return account
 
 
+def spent_epsilon(folder: Path) -> float | None:
+    """What is spent of a site's privacy budget; None without an account."""
+    account = _read_account(folder / ACCOUNT)
+    return None if account is None else float(account["epsilon"])
+
+
 def account_text(folder: Path) -> str:
     """What is spent of a site's privacy budget, in words; empty without an account."""
     if (account := _read_account(folder / ACCOUNT)) is None:

@@ -7,7 +7,6 @@ its text, which may contain values of the data, goes to the audit log.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import threading
 import tomllib
@@ -391,7 +390,7 @@ class SiteService:
         if policy.approve == "ask":
             asker = border.plain_text(self._announced.get("submitter", "")) or "the server"
             what = describe_run(config, experiment, self.site, need, asker)
-            whole = digest({"config": config.plain(), "promise": mine})
+            whole = digest({"config": config.plain(), "promise": mine}, 64)
             what |= {"digest": whole}
             self._approval = require_approval(self.site.folder, self.site.kit, self._run, what)
         if not (folder / RUN).exists():
@@ -403,8 +402,8 @@ class SiteService:
         torch.set_num_threads(config.federation.threads or 1)
         party = None
         if is_sealed:
-            same = json.dumps([self._run, header["config"], header["schema"], mine], sort_keys=True)
-            run = hashlib.sha256(same.encode()).hexdigest()  # sites that were told other things sum nothing together
+            # sites that were told other things sum nothing together
+            run = digest([self._run, header["config"], header["schema"], mine], 64)
             party = make_party(self.site.kit, policy, self.name, run, header["client"], folder)
         is_silent = is_sealed or policy.budget.privacy.epsilon > 0
         client = Client(experiment, 0, self._describe_error, party, cohort, self._conceal if is_silent else None)
