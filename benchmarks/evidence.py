@@ -37,7 +37,7 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
         "configs/foundation/qmnist.toml",
     ),
     "learn2pfed": (
-        *(f"learn2pfed/table{name}" for name in ("1", "1-sorted", "1-mlp", "2", "3", "4", "4-100", "5", "6")),
+        *(f"learn2pfed/table{name}" for name in ("1", "1-sorted", "1-mlp", "2", "3", "3-unit", "4", "4-100", "5", "6")),
         "learn2pfed/figure7",
         "benchmarks/learn2pfed_degrees.py",
     ),

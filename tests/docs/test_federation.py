@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedtailor.cli.federation_fit import policy
+from fedtailor.cli.federation_commands import policy
 from fedtailor.flare import operate
 from fedtailor.flare.kits import TEMPLATE
 from fedtailor.flare.policy import Policy
