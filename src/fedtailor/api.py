@@ -85,16 +85,17 @@ class Fit:
             self._served = serving.ServedModels(now)
         return self._served.personal(site)
 
-    def explain(self, site: str = "") -> dict[str, Any]:
+    def explain(self, site: str = "", model: str = "") -> dict[str, Any]:
         """What the models mean, as `fedtailor explain --json` prints it.
 
         Args:
             site: Also the coefficients of this site.
+            model: Whose coefficients, such as "common" or "mixed, slopes"; default: of the model that serves most.
 
         Returns:
             Coefficients, importance of columns and, under "words", sentences.
         """
-        return explain_fit(self.path, site)
+        return explain_fit(self.path, site, model=model)
 
     @property
     def coefficients(self) -> pl.DataFrame:

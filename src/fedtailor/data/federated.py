@@ -90,7 +90,7 @@ def federated(
     classes = tuple(classes) or tuple(sorted(named))
     if unknown := sorted(named - set(classes)):
         raise DataError(f'{name}: the label "{unknown[0]}" is not in classes; {nearest(unknown[0], classes)}')
-    if task == "auto" and not classes and are_masks(pairs):
+    if task == "auto" and are_masks(pairs):
         task = "segmentation"
     if task == "segmentation":
         if lazy:

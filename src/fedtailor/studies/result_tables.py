@@ -245,6 +245,14 @@ def strict_json(rows: Sequence[Row]) -> str:
     return json.dumps(out, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
+METRICS = {"rmse": "RMSE", "mse": "MSE", "mae": "MAE", "auroc": "AUROC", "r2": "R2", "brier": "Brier score"}
+
+
+def metric_name(metric: str) -> str:
+    """As it is written in sentences."""
+    return METRICS.get(metric, metric.replace("_", " "))
+
+
 def number(metric: str, value: float) -> str:
     """Accuracies in percent, other metrics as they are."""
     if math.isnan(value):
