@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.speed_tasks import LR
 from fedtailor.engines import machine
-from fedtailor.training.kernels import linear_update as factors
+from fedtailor.training.kernels import descent as factors
 from fedtailor.training.kernels import winograd
 
 Clients = Sequence[tuple[Tensor, Tensor]]  # images and labels of each
@@ -156,7 +156,10 @@ def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phas
                         v.requires_grad_(False)
                     is_factored = by_hand and phase.mask is None
                     large = [k for k in params if is_factored and phase.trains(k)]
-                    with winograd.inside(net) if by_hand else nullcontext(), factors.inside(net, large) as factored:
+                    with (
+                        winograd.inside(net) if by_hand else nullcontext(),
+                        factors.factored_updates(net, large) as factored,
+                    ):
                         epoch(x, y, phase, factored)
 
         return run

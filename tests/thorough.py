@@ -55,6 +55,8 @@ PROGRAMS = (  # files and tests: processes, browsers, compilers, examples, and p
     "tests/docs/test_start.py::test_other_libraries",
     "tests/e2e/test_federation.py",
     "tests/e2e/test_networks.py",
+    "tests/e2e/test_operations.py",
+    "tests/e2e/test_other_flare.py",
     "tests/e2e/test_processes.py",
     "tests/engines/test_malloc.py",
     "tests/engines/test_torchrun.py",

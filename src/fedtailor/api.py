@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import polars as pl
 import torch
 from rich.console import Console
 
@@ -45,9 +46,6 @@ from fedtailor.tables.explain_fit import coefficient_rows, explain_fit
 from fedtailor.tables.fit_sources import keep_frames, source_of
 from fedtailor.tables.serve import Personal
 
-if TYPE_CHECKING:
-    import polars as pl
-
 __all__ = ["ComparisonRuns", "Fit", "Personal", "Run", "RunWarning", "compare", "fit", "load", "run"]
 
 
@@ -70,8 +68,6 @@ class Fit:
     @property
     def table(self) -> pl.DataFrame:
         """Test figures of each site alone, in common and personalized, and which model serves it."""
-        import polars as pl
-
         keys = ("train", "val", "test", "alone", "common", "personal", "served")
         return pl.DataFrame([{"site": name} | {k: row[k] for k in keys} for name, row in self.record["sites"].items()])
 
@@ -89,22 +85,21 @@ class Fit:
             self._served = serving.ServedModels(now)
         return self._served.personal(site)
 
-    def explain(self, site: str = "") -> dict[str, Any]:
+    def explain(self, site: str = "", model: str = "") -> dict[str, Any]:
         """What the models mean, as `fedtailor explain --json` prints it.
 
         Args:
             site: Also the coefficients of this site.
+            model: Whose coefficients, such as "common" or "mixed, slopes"; default: of the model that serves most.
 
         Returns:
             Coefficients, importance of columns and, under "words", sentences.
         """
-        return explain_fit(self.path, site)
+        return explain_fit(self.path, site, model=model)
 
     @property
     def coefficients(self) -> pl.DataFrame:
         """Coefficients per unit of each column with 95 % confidence intervals; empty without a linear model."""
-        import polars as pl
-
         return pl.DataFrame(coefficient_rows(self.explain()), infer_schema_length=None)
 
     def drift(self, rows: Any, site: str = "", client_column: str | None = None) -> dict[str, Any]:

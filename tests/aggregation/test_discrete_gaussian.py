@@ -12,9 +12,8 @@ import pytest
 import torch
 from scipy.stats import chisquare  # type: ignore[import-untyped]
 
-from fedtailor.aggregation import discrete_gaussian as sampler
-from fedtailor.aggregation.discrete_gaussian import STEPS, discrete_gaussian
-from fedtailor.aggregation.noise import LocalNoise, add_noise
+from fedtailor.aggregation import noise as sampler
+from fedtailor.aggregation.noise import STEPS, LocalNoise, add_noise, discrete_gaussian
 from fedtailor.core.random import stream
 from fedtailor.experiments import runner
 from fedtailor.experiments.store import read_json
@@ -57,11 +56,12 @@ def test_it_is_drawn_from_the_operating_system(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     assert sampler.discrete_gaussian.__defaults__ == (os.urandom,)
     one, other = (discrete_gaussian(1000) for _ in range(2))
-    assert not (one == other).any()
+    assert (one == other).sum() < 3  # by chance three in 1e-15 of runs
 
 
-def test_every_number_is_on_one_grid_whatever_was_there_before() -> None:
+def test_every_number_is_on_one_grid_whatever_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last bits of a sum say nothing: what is 0.1 and what is a third land on multiples of one step."""
+    monkeypatch.setattr(sampler.discrete_gaussian, "__defaults__", (stream("six", "test").bytes,))
     values = torch.tensor([0.0, 0.1, 1 / 3, -1e-9, 123.456, 1e5], dtype=F64)
     noisy = add_noise({"a": values}, 0.7, 0.5)["a"].numpy()
     step = 0.7 / (1 - math.sqrt(6) * 0.7 / STEPS / 1.0) / STEPS
@@ -86,7 +86,7 @@ def test_a_change_that_is_no_number_becomes_none() -> None:
     reply = {"w": torch.full((50,), torch.nan, dtype=F64)}
     made = LocalNoise(0.5, 2.0).apply(reply, (sent,), (False,))["w"]
     assert made.isfinite().all()
-    assert (made - 1).norm() < 2 * math.sqrt(50)
+    assert (made - 1).norm() < 2 * math.sqrt(50)  # chi squared of 50 above 200: by chance in 1e-19 of runs
 
 
 def epsilons(folder: Any) -> list[Any]:
@@ -98,7 +98,7 @@ def test_a_run_draws_no_noise_from_its_seed(tmp_path: Path) -> None:
     assert one is not None
     assert other is not None
     a, b = (torch.cat([v.flatten() for v in saved[1]["state"]["server"].values()]) for saved in (one, other))
-    assert not (a == b).any()
+    assert (a == b).sum() < 3  # of 610 numbers in single precision: by chance three in 1e-14 of runs
 
 
 def test_a_round_that_is_repeated_after_a_crash_counts_again(tmp_path: Path) -> None:

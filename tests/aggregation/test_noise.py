@@ -20,6 +20,7 @@ from dp_accounting.rdp import RdpAccountant
 from torch import nn
 
 from fedtailor import algorithms
+from fedtailor.aggregation import noise as sampler
 from fedtailor.aggregation.accountant import privacy_cost
 from fedtailor.aggregation.clip import Clip
 from fedtailor.aggregation.dry_run import rehearse
@@ -28,6 +29,7 @@ from fedtailor.aggregation.secure import Secure
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
+from fedtailor.core.random import stream
 from fedtailor.core.reduce import Aggregation, Open
 from fedtailor.core.trees import Params, Tree, leaves, tree_map
 from fedtailor.errors import ConfigError
@@ -118,7 +120,8 @@ def test_no_client_changes_more_than_clip(engine: str) -> None:
     assert_equal(held, free * (0.1 / norms).clamp(max=1)[:, None], 1e-12)
 
 
-def test_noise_has_the_stated_size() -> None:
+def test_noise_has_the_stated_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler.discrete_gaussian, "__defaults__", (stream("size", "test").bytes,))
     drawn = add_noise({"a": torch.zeros(100_000, dtype=F64), "b": torch.zeros(3, 3)}, 0.7, 0.5)
     assert abs(drawn["a"].std().item() / 0.7 - 1) < 4 / math.sqrt(2 * 100_000)
     assert abs(drawn["a"].mean().item()) < 4 * 0.7 / math.sqrt(100_000)
@@ -154,7 +157,8 @@ def test_noise_is_the_same_on_all_engines_and_with_secure_sums() -> None:
 
 def test_secret_noise_does_not_follow_from_the_seed() -> None:
     one, other = (noised("loop", 3.0, secret=True) for _ in range(2))
-    assert not any((one[k] == other[k]).any() for k in one)
+    equal = sum(int((one[k] == other[k]).sum()) for k in one)
+    assert equal < 3  # of 8003 numbers with 2**24 steps per standard deviation: by chance three in 4e-13 of runs
 
 
 @pytest.mark.parametrize(

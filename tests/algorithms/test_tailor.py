@@ -137,6 +137,20 @@ def test_the_mixture_of_all_clients_has_the_least_summed_error() -> None:
     assert (server["m"] - 1 / 3).abs().max() > 1e-3
 
 
+def test_errors_of_clients_that_are_not_asked_count_half() -> None:
+    """Of two among four clients: earlier errors count (1 - 2/4) / 2 = 1/4."""
+    data = make_data()
+    fed = federate(Tailor(every=1), data, make_model("mlp", data))
+    tailor = fed.engine.experiment.algorithm
+    assert isinstance(tailor, Tailor)
+    server = run(fed, rounds=1, cohort=[0, 2])
+    assert fed.cohort == (0, 2)
+    new = tailor.update_mixture(fed, server, torch.eye(3, dtype=F64))
+    torch.testing.assert_close(new["errors"], server["errors"] / 4 + torch.eye(3, dtype=F64))
+    weighed = fed.sum(fed.map(tailor.weigh, new["m"]))
+    torch.testing.assert_close(new["held_out"], server["held_out"] / 4 + weighed)
+
+
 def test_the_worth_of_the_common_mixture_is_that_of_the_least_held_out_error() -> None:
     """Each fold of validation samples predicted with the mixture that the others ask for, by hand."""
     data = make_data()

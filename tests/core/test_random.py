@@ -3,10 +3,12 @@
 from threading import Thread
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedtailor.core import random
 from fedtailor.core.random import brief_stream, stream, torch_stream
 
 keys = st.lists(st.integers(-3, 30) | st.text("ab0123", max_size=3), max_size=3)
@@ -62,3 +64,16 @@ def test_brief_streams_of_threads_are_apart() -> None:
     thread.start()
     thread.join()
     assert first.random() == stream("first").random()
+
+
+def test_the_generator_of_a_device_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model draws on a device is found, and that device's own generator goes on as if it had not."""
+    states = iter([torch.tensor([1]), torch.tensor([2])])  # before and after
+    put_back = []
+    monkeypatch.setattr(random, "_state_on", lambda device: next(states))
+    monkeypatch.setattr(random, "_put_back", lambda state, device: put_back.append((state.tolist(), device)))
+    before = torch.get_rng_state()
+    with pytest.raises(random.Draws), random.undrawn(torch.device("cuda")):
+        torch.rand(1)
+    assert put_back == [([1], torch.device("cuda"))]
+    assert torch.equal(torch.get_rng_state(), before)

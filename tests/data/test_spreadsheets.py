@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from fedtailor.data.tabular.columns import escape_formula
+from fedtailor.data.files import escape_formula
 from fedtailor.serving.predict import write_frame
 
 

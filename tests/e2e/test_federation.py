@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from fedtailor.cli.federation_fit import fit_config
+from fedtailor.cli.federation_commands import fit_config
 from fedtailor.experiments import runner
 from fedtailor.experiments.store import RunFolder
 from fedtailor.tables.serve import personal

@@ -11,7 +11,7 @@ import pytest
 from fedtailor.errors import ConfigError, UserError
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import CompareConfig, RunConfig, parse, read_toml, with_settings
-from fedtailor.experiments.template import template
+from fedtailor.studies.schema import template
 from tests.small import config
 
 

@@ -14,7 +14,7 @@ from fedtailor.errors import ConfigError
 from fedtailor.experiments import runner, tracking
 from fedtailor.experiments.config import NO_MATTER, RunConfig, parse
 from fedtailor.experiments.store import RunFolder, read_json
-from fedtailor.experiments.template import template
+from fedtailor.studies.schema import template
 from tests.small import config, records, stop_after
 
 needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")

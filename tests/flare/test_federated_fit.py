@@ -12,7 +12,7 @@ import tomli_w
 
 import fedtailor as ft
 from fedtailor import algorithms
-from fedtailor.cli.federation_fit import fit_config, policy
+from fedtailor.cli.federation_commands import fit_config, policy
 from fedtailor.core.algorithm import reply_names
 from fedtailor.experiments.store import RunFolder
 from fedtailor.flare import server as flare

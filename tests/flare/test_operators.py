@@ -187,24 +187,30 @@ def test_a_revoked_certificate_is_believed_by_no_partner(tmp_path: Path) -> None
         read_identity(kits["ada"], ["ada", "bo"])
 
 
-def test_a_site_is_revoked_by_one_command(tmp_path: Path) -> None:
+def write_authority(folder: Path, *names: str) -> None:
+    """The coordinator's folder with the kits of sites, as FLARE's provisioning leaves it."""
     authority = Authority()
-    startup = authority.write_kit(tmp_path / "bo", "bo")
-    state = tmp_path / "authority" / PROJECT / "state"
-    state.mkdir(parents=True)
-    pem = (startup / "client.crt").read_text()
     key = authority.key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     root = authority.certificate.public_bytes(serialization.Encoding.PEM).decode()
-    known = {"root_cert": root, "root_pri_key": key.decode(), "bo": {"cert": pem}}
+    known: dict[str, object] = {"root_cert": root, "root_pri_key": key.decode()}
+    for name in names:
+        startup = authority.write_kit(folder / name / "kit", name)
+        pems = [(startup / file).read_text() for file in ("client.crt", "client.key")]
+        known[name] = dict(zip(("cert", "pri_key"), pems, strict=True))
+    state = folder / "authority" / PROJECT / "state"
+    state.mkdir(parents=True)
     (state / "cert.json").write_text(json.dumps(known))
-    for place in (tmp_path, tmp_path / "admin"):
-        write_json(place / ABOUT, {"host": "localhost", "port": 1, "sites": ["ada", "bo"]})
-    ada = authority.write_kit(tmp_path / "ada" / "kit", "ada")
+    for place in (folder, folder / "admin"):
+        write_json(place / ABOUT, {"host": "localhost", "port": 1, "sites": list(names)})
+
+
+def test_a_site_is_revoked_by_one_command(tmp_path: Path) -> None:
+    write_authority(tmp_path, "ada", "bo")
     kits.revoke_certificate(tmp_path, "bo")
     assert read_json(tmp_path / ABOUT)["sites"] == ["ada"]
-    identity = read_identity(ada, ["ada", "bo"])
+    identity = read_identity(tmp_path / "ada/kit/startup", ["ada", "bo"])
     assert identity is not None
     assert len(identity.revoked) == 1
     assert kits.read_revoked(tmp_path)["names"] == ["bo"]
@@ -283,6 +289,7 @@ def test_the_status_of_a_server_as_json(tmp_path: Path, capsys: pytest.CaptureFi
     write_json(folder / "runs/one/sites.json", {"ada": {"seen": 1.0}})
     status_command(folder, as_json=True)
     (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run.pop("figures") == {"seconds": 0, "faults": 0, "abandoned": 0}
     assert run == {"name": "one", "rounds": 0, "of": 5, "is_finished": False, "sites": {"ada": {"seen": 1.0}}}
     (folder / "runs/one/metrics.jsonl").write_text('{"round": 1}\nnothing\n')
     with pytest.raises(RunError, match=r"metrics\.jsonl: line 2: damaged"):

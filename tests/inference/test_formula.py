@@ -27,7 +27,19 @@ def test_terms_in_brackets_are_taken_out() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["y", "~ x", "y ~ ", "y ~ (x", "y ~ x)", "y ~ (1 | )", "y ~ (| g)", "y ~ (1 | a + b)", "y ~ x - (1 | g)", "y ~ `x"],
+    [
+        "y",
+        "~ x",
+        "y ~ ",
+        "y ~ (x",
+        "y ~ x)",
+        "y ~ (1 | )",
+        "y ~ (| g)",
+        "y ~ (1 | a + b)",
+        "y ~ x - (1 | g)",
+        "y ~ `x",
+        "y ~ x +",
+    ],
 )
 def test_a_formula_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
@@ -155,6 +167,21 @@ def test_a_variance_of_zero_is_said() -> None:
     assert found.is_singular
     assert found.random[0].estimate == 0
     assert found.loglik == pytest.approx(model(frame, "y ~ x", site="g").estimates.loglik, abs=1e-8)
+
+
+def test_a_variance_of_zero_has_no_correlation() -> None:
+    y, x = np.tile(np.arange(10) - 4.5, 6), np.sin(np.arange(60.0))
+    frame = pl.DataFrame({"g": np.repeat(np.arange(6), 10).astype(str), "y": y, "x": x})
+    level, slope, correlation, _ = model(frame, "y ~ x + (1 + x | g)").estimates.random
+    assert level.estimate == 0 or slope.estimate == 0
+    assert np.isnan(correlation.estimate)
+
+
+def test_one_site_has_no_variance_between_sites() -> None:
+    one = rows().filter(pl.col("site") == "site0")
+    with pytest.raises(UserError):
+        model(one, "y ~ x + (1 | site)")
+    assert model(one, "y ~ x", site="site").estimates.rows == 24
 
 
 def test_what_cannot_be_estimated_is_refused() -> None:

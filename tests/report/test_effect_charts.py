@@ -32,12 +32,12 @@ def test_sections_show_what_effects_say(fitted: Path) -> None:
     (output,) = effects["coefficients"]["outputs"]
     terms = {term["name"]: term for term in output["terms"]}
     drawn = {row[0]: row for row in charts["coefficients"].rows if row[1] == "all sites"}
-    assert drawn["a"][2:] == (terms["a"]["value"], terms["a"]["low"], terms["a"]["high"])
+    assert drawn[f"a (per {terms['a']['sd']:.3g})"][2:] == (terms["a"]["value"], terms["a"]["low"], terms["a"]["high"])
     top = effects["curves"][0]
     shown = [row for row in charts[f"effect-{top['column']}"].rows if row[0] == "all sites"]
     assert [row[2] for row in shown] == [y[0] for y in top["y"]]
     lines = {row[0].text: row[2].text for row in by_id["shared"].tables[0].rows}
-    assert set(lines) == {"level", "a", "b", next(name for name in terms if name.startswith("ward="))}
+    assert set(lines) == {"intercept", "a", "b", next(name for name in terms if name.startswith("ward="))}
     assert "(sd " in lines["a"]  # the effect is reversed at the last site
 
 
@@ -74,7 +74,7 @@ def made(gains: list[float], served: str = "mixed", noise: bool = False) -> dict
 def test_the_first_sentence() -> None:
     pays, noise = headline(made([0.1, 0.3])), headline(made([0.1, 0.3], noise=True))
     assert pays.startswith("Sharing pays")
-    assert re.findall(r"\d[\d.]*\d|\d", pays) == ["1", "0.8", "20.0", "95", "0.19", "0.21"]
+    assert re.findall(r"\d[\d.]*\d|\d", pays) == ["1", "0.8", "0.2", "20.0", "95", "0.19", "0.21"]
     assert re.findall(r"\d[\d.]*\d|\d", noise) == ["1", "0.8", "95", "0.5", "0.5"]
     assert headline(made([-0.1, -0.3])).startswith("Sharing did harm")
     one, both, all_four = (headline(made([0.0] * sites, "alone")) for sites in (1, 2, 4))

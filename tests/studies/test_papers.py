@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from fedtailor.experiments.config import CONFIGS
-from fedtailor.studies.reproduce import Published, load
-from fedtailor.studies.row_settings import RowSetting, row_settings
+from fedtailor.studies.reproduce import Published, RowSetting, load, row_settings
 
 PAPERS: dict[str, Any] = tomllib.loads((Path(__file__).parent / "papers.toml").read_text(encoding="utf-8"))
 PAIRS = [(table, entry) for entry in PAPERS["numbers"] for table in entry["tables"]]

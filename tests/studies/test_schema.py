@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from fedtailor.experiments.config import CONFIGS, CompareConfig, parse, read_toml
-from fedtailor.experiments.template import template
-from fedtailor.studies.schema import configuration_schema
+from fedtailor.studies.schema import configuration_schema, template
 from tools.check_configs import checked, files_of, mistakes
 
 

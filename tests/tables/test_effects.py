@@ -17,7 +17,7 @@ from fedtailor.cli.main import app
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
 from fedtailor.core.task import TASKS, usual_metrics
-from fedtailor.errors import RunError
+from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.store import read_json
 from fedtailor.studies.grid import Cell
 from fedtailor.tables import fit, fit_sources
@@ -25,7 +25,7 @@ from fedtailor.tables.candidates import all_in_training, cells_of, site_of_rows
 from fedtailor.tables.coefficients import coefficient_record, fit_one_site, load_mixed_fit
 from fedtailor.tables.effects import EFFECTS, curves, importance, sample_rows
 from fedtailor.tables.explain_fit import explain_fit
-from fedtailor.tables.words import join_names, sharing_words, term_words
+from fedtailor.tables.words import aliased_sentence, sharing_words, term_words, what_leaves
 from tests.made_sites import make_sites
 
 SITES = 8
@@ -248,6 +248,41 @@ def test_a_fit_keeps_them(numbers: Fitted, classes: Fitted) -> None:
     assert all(0 <= v <= 1 for curve in of_classes["curves"] for (v,) in curve["y"])
 
 
+def test_coefficients_are_those_of_all_rows_and_of_the_model_that_is_asked_for(numbers: Fitted) -> None:
+    from statsmodels.regression.mixed_linear_model import MixedLM
+
+    out, data, _ = numbers
+    every = all_in_training(data, test=True)
+    x, y, site = plain_design(every)
+    assert len(y) == len(table(False)) > len(data.train.x)
+    found = explain_fit(out, model="mixed, intercept")["coefficients"]
+    fit = MixedLM(y, x, site).fit(reml=True, method="lbfgs")
+    np.testing.assert_allclose(shown(found, "value"), fit.fe_params, atol=1e-3)
+    assert found["rows"] == len(y)
+    assert explain_fit(out, model="common")["coefficients"]["model"] == "common"
+    for name in ("alone", "nothing"):
+        with pytest.raises(ConfigError):
+            explain_fit(out, model=name)
+
+
+def test_importance_is_in_the_loss(numbers: Fitted, classes: Fitted) -> None:
+    metrics = [read_json(folder / EFFECTS)["importance"]["metric"] for folder, *_ in (numbers, classes)]
+    assert metrics == ["rmse", "log_loss"]
+
+
+def test_models_that_send_the_same_are_one_line() -> None:
+    same = {"sent": "curvature, number", "private": "model"}
+    found = what_leaves({"alone": {"sent": "nothing", "private": "all"}, "a": same, "b": same})
+    assert [names for names, *_ in found] == ["alone", "a; b"]
+    assert found[1][1].startswith("Hessians, ")
+
+
+def test_aliased_terms_are_named() -> None:
+    terms = [{"name": "schgend=boys", "aliases": ["type=Mxd"]}, {"name": "age", "aliases": []}]
+    assert "schgend=boys (with type=Mxd)" in aliased_sentence(terms)
+    assert not aliased_sentence(terms[1:])
+
+
 def test_explained_in_words_and_rows(numbers: Fitted) -> None:
     out, data, _ = numbers
     found = explain_fit(out)
@@ -256,7 +291,10 @@ def test_explained_in_words_and_rows(numbers: Fitted) -> None:
         name for name in ("age", "dose", "arm") if any(t["differs"] for t in by_name.values() if t["column"] == name)
     ]
     assert own == []  # the likelihood ratio of dose is 1.2: eight sites do not tell
-    assert any(line.endswith(f": {join_names(['the intercept', *own])}.") for line in found["words"])
+    vary = next(line for line in found["words"] if "(p " in line and "the intercept" in line)
+    assert not any(f" {name} " in vary for name in ("age", "dose", "arm"))
+    p = by_name["dose"]["differs_p"]
+    assert any(f"dose (p = {p:.2f})" in line and line != vary for line in found["words"])
     dose = next(line for line in found["words"] if line.startswith("dose: "))
     per_unit = by_name["dose"]["value"] / by_name["dose"]["sd"]
     assert f"{per_unit:+.3g} per unit" in dose
@@ -321,7 +359,7 @@ def test_the_command(numbers: Fitted) -> None:
     done = CliRunner().invoke(app, ["explain", str(out), "--site", "s3"])
     assert done.exit_code == 0, done.output
     assert "dose (per unit)" in done.output.replace("\n", " ")
-    assert "s3 is served by" in done.output
+    assert "site s3: mixed" in done.output
     told = json.loads(CliRunner().invoke(app, ["explain", str(out), "--json"]).output)
     assert told["importance"]["columns"][0]["column"] == "dose"
     assert told["words"]

@@ -55,6 +55,14 @@ def test_there_are_no_trees_where_there_is_nothing_to_find() -> None:
     assert [grown(seed, 0.0) for seed in (1, 2)] == [None, None]
 
 
+def test_four_sites_are_enough_where_all_gain_alike() -> None:
+    """How sure a gain is depends on how far it varies between sites, not on how large it is."""
+    x, y, folds = rows(0, 2.0)
+    base = torch.zeros((len(x), 1), dtype=torch.float64)
+    site = np.arange(len(x)) * 4 // len(x)
+    assert fit_shared_trees(x, y, [base] * 6, folds, site, False) is not None
+
+
 def test_what_one_large_site_has_is_not_shared() -> None:
     x, y, folds = rows(0, 2.0)
     rng, own = np.random.default_rng(9), len(x) * 4 // 5
@@ -128,8 +136,7 @@ def test_all_rows_at_once_are_predicted_as_by_each_site(fitted: tuple[ft.Fit, pl
 
 
 def test_an_exported_model_has_them(fitted: tuple[ft.Fit, pl.DataFrame], tmp_path: Path) -> None:
-    from fedtailor.serving.export import export
-    from fedtailor.serving.model_file import read_safetensors
+    from fedtailor.serving.export import export, read_safetensors
 
     made, frame = fitted
     x = frame.head(5).drop("y", "site")

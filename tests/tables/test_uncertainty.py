@@ -34,6 +34,17 @@ def test_intervals_cover_new_rows_at_every_size_of_site() -> None:
         assert each[60:] == pytest.approx(level, abs=0.06)  # a site with rows has its own width
 
 
+def test_widths_are_in_the_units_of_errors_and_never_0() -> None:
+    rng = np.random.default_rng(0)
+    site, folds = np.repeat([0, 1], 200), rng.integers(5, size=400)
+    errors = np.where(site == 0, 0.0, np.abs(rng.normal(size=400)))  # the first is predicted without error
+    widths, in_grams = half_widths(errors, site, folds, 2), half_widths(1000 * errors, site, folds, 2)
+    assert widths is not None
+    assert in_grams is not None
+    assert (widths > 0).all()
+    np.testing.assert_allclose(in_grams, 1000 * widths, rtol=1e-9, atol=0)
+
+
 def log_odds(p: np.ndarray) -> np.ndarray:
     return np.log(np.stack([1 - p, p], axis=1))
 

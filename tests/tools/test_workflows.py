@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +76,28 @@ def test_the_hospitals_are_locked_down_and_see_their_own_folder_only() -> None:
         assert service["command"] == ["server" if name == "server" else "site", "/participant"]
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@pytest.mark.parametrize("role", ["server", "site"])
+def test_units_are_valid(role: str, tmp_path: Path) -> None:
+    """But for the path of the command, which is that of the machine."""
+    text = (ROOT / f"docker/fedtailor-{role}.service").read_text()
+    unit = tmp_path / f"fedtailor-{role}.service"
+    unit.write_text(text.replace("/opt/fedtailor/bin/fedtailor", sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    unit.write_text(text.replace("[Service]", "[Service]\nProtectSistem=strict"))
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    assert "ProtectSistem" in done.stderr
+
+
 def test_commands_in_services_exist() -> None:
-    unit = (ROOT / "docker/fedtailor-site.service").read_text()
-    words = shlex.split(re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)[0])
-    assert words[1] == "federation"
-    assert words[2] in COMMANDS
+    for role in ("server", "site"):
+        unit = (ROOT / f"docker/fedtailor-{role}.service").read_text()
+        words = shlex.split(re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)[0])
+        assert words[1] == "federation"
+        assert words[2] in COMMANDS
+        assert words[3] == role
+        assert f"ReadWritePaths={words[4]}\n" in unit
     pod = yaml.safe_load((ROOT / "docker/site.kubernetes.yaml").read_text())["spec"]["template"]["spec"]
     assert pod["containers"][0]["livenessProbe"]["exec"]["command"][2] in COMMANDS
     text = (ROOT / "docker/federation.Dockerfile").read_text()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
-from fedtailor.training.kernels import linear_update as factors
+from fedtailor.training.kernels import descent as factors
 from tests.helpers import F64, SOLVER, assert_equal, make_data, make_me
 
 MASK = "mask"
@@ -105,7 +105,7 @@ def test_what_others_have_changed_stays(monkeypatch: pytest.MonkeyPatch) -> None
     layer = nn.Linear(2, 2)
     own = Mock(return_value=torch.zeros(1))
     layer.forward = own  # type: ignore[method-assign]
-    with factors.inside(nn.Sequential(layer), {"0.weight"}) as kept:
+    with factors.factored_updates(nn.Sequential(layer), {"0.weight"}) as kept:
         layer(torch.zeros(1, 2))
     assert own.call_count == 1
     assert layer.forward is own

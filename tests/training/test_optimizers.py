@@ -14,7 +14,7 @@ from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import parse
 from fedtailor.testing import contract
 from fedtailor.training.solver import Solver
-from fedtailor.training.solver_options import Schedule
+from fedtailor.training.specification import Schedule
 from tests.helpers import F64, assert_equal, make_data, make_me, make_model, variants
 
 WHOLE = Solver(lr=0.05, batch_size=0)

@@ -5,7 +5,9 @@
 
 The server talks to three sites in two worlds. In the second, rows have moved from one site to another, so that the sums
 that the algorithm declares are the same, and what every single site has is not. Whatever the server says, it must hear
-the same in both: every sum that opens, every refusal, every length. What a lying site may do is in `lying_sites.py`.
+the same in both: every sum that opens, every refusal, every length. It may also start runs again, or under other names,
+with another configuration for some sites. What a lying site may do is in `lying_sites.py`. Seconds are those of the
+processor.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,8 @@ from fedtailor.version import __version__
 from tests.flare.sites import write_sites
 from tests.flare.test_site import SESSION
 from tests.small import config
+from tests.trust.lying_sites import FAST, Judge, search_site
 from tests.trust.lying_sites import NAMES as NAMES_OF_SETTINGS
-from tests.trust.lying_sites import Judge, search_site
 from tests.trust.test_sums import Refusal
 from tests.trust.test_sums import Server as Protocol
 
@@ -62,7 +65,7 @@ def data_of(world: int) -> FederatedData:
     return FederatedData("rows", "regression", NAMES, rows, few(), few(), 1)
 
 
-def run_config() -> RunConfig:
+def run_config(*settings: str) -> RunConfig:
     return config(
         "algorithm.name=jointls",
         "algorithm.personal_features=[]",
@@ -70,6 +73,7 @@ def run_config() -> RunConfig:
         "model={name='linear', dtype='float64'}",
         "privacy.secure_sum=true",
         "rounds=3",
+        *settings,
     )
 
 
@@ -79,6 +83,7 @@ class World:
     def __init__(self, root: Path, world: int) -> None:
         self.root, self.data, self.config = root, data_of(world), run_config()
         self.experiment = assemble(self.config, self.data)
+        self.runs: dict[tuple[str, ...], tuple[RunConfig, Any]] = {}
         self.files = write_sites(root, self.data, sums_of=3, metrics=False)
         self.begin()
 
@@ -90,20 +95,30 @@ class World:
         self.numbers = dict.fromkeys(self.sites, 0)
         self.masked: list[bytes] = []
         self.adverts: list[bytes] = []
-        hello = {
-            "op": "hello",
-            "protocol": PROTOCOL,
-            "version": __version__,
-            "run": "run-1",
+        for i in self.sites:
+            assert not any("error" in answer for answer in self.start(i))
+
+    def start(self, site: int, run: str = "run-1", settings: Sequence[str] = (), **changes: Any) -> list[Header]:
+        """What a site answers to hello and to a start, which may have another configuration."""
+        made, what = self.run_of(tuple(settings))
+        hello: Header = {"op": "hello", "protocol": PROTOCOL, "version": __version__, "run": run}
+        hello |= {
             "algorithm": "jointls",
             "model": "linear",
+            "rounds": made.rounds,
+            "seed": changes.pop("seed", made.seed),
         }
-        about = {"schema": data_schema(self.data), "promise": promise(self.experiment), "first": 0}
-        for i in self.sites:
-            start = {"op": "start", "config": config_for(self.config, i), "client": i, "cohort": list(NAMES)} | about
-            for header in (hello | {"rounds": 3, "seed": 0}, start):
-                answer = self.ask(i, header)[0]
-                assert "error" not in answer, answer
+        about = {"schema": data_schema(self.data), "promise": what, "first": 0}
+        start = {"op": "start", "config": config_for(made, site), "client": site, "cohort": list(NAMES)}
+        answers = [self.ask(site, header)[0] for header in (hello, start | about | changes)]
+        return [{k: v for k, v in answer.items() if k != "condition"} for answer in answers]  # time, and room on a disk
+
+    def run_of(self, settings: tuple[str, ...]) -> tuple[RunConfig, Any]:
+        """A run's configuration and promise."""
+        if settings not in self.runs:
+            made = run_config(*settings)
+            self.runs[settings] = made, promise(assemble(made, self.data))
+        return self.runs[settings]
 
     def ask(self, site: int, header: Header, tree: Tree = None) -> tuple[Header, Tree]:
         self.numbers[site] += 1
@@ -187,8 +202,32 @@ lies_ = st.dictionaries(
     ),
     max_size=1,
 )
+runs = st.sampled_from(["run-1", "run-1", "run-2"])
+configurations = st.sampled_from(
+    [
+        (),
+        (),
+        ("local.lr=1e-30",),
+        ("federation.max_norm=1",),
+        ("federation.max_norm=1e-9",),
+        ("privacy.fraction_bits=8",),
+        ("privacy.secure_sum=false",),
+        ("rounds=9",),
+        ("seed=1",),
+    ]
+)
+changes_: st.SearchStrategy[Any] = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries({"first": st.integers(-1, 3)}),
+    st.fixed_dictionaries({"cohort": st.lists(st.sampled_from([*NAMES, "di"]), max_size=4, unique=True)}),
+    st.fixed_dictionaries({"client": st.integers(0, 3)}),
+    st.fixed_dictionaries({"seed": st.integers(0, 2)}),
+)
 actions = st.one_of(
-    st.tuples(st.just("begin"), st.integers(1, 4), sites_),
+    st.tuples(st.just("start"), runs, sites_, configurations, changes_),
+    st.tuples(st.just("start"), runs, st.just([0, 1, 2]), st.just(()), st.just({})),
+    st.tuples(st.just("begin"), st.integers(-1, 4), sites_, small),
+    st.tuples(st.just("begin"), st.integers(1, 3), st.just([0, 1, 2]), st.just(0)),
     st.tuples(st.just("call"), st.integers(1, 2), st.integers(0, 2), sites_, extra),
     st.tuples(st.just("call"), st.just(1), st.integers(0, 2), st.just([0, 1, 2]), st.just({})),
     st.tuples(st.just("sum"), st.integers(1, 6), st.integers(1, 2), st.integers(0, 2), paths_, weights, lies_),
@@ -201,8 +240,12 @@ actions = st.one_of(
 def do(world: World, action: tuple[Any, ...], model: Tree) -> list[Any]:
     """What a server hears after it has said this."""
     kind, *rest = action
+    if kind == "start":
+        run, chosen, settings, changes = rest
+        return [world.start(i, run, settings, **changes) for i in chosen]
     if kind == "begin":
-        return [world.heard(i, {"op": "begin", "round": rest[0], "kept": 0, "needed": []}, None) for i in rest[1]]
+        header = {"op": "begin", "round": rest[0], "kept": rest[2], "needed": []}
+        return [world.heard(i, header, None) for i in rest[1]]
     if kind == "call":
         header = {"function": "local", "round": rest[0], "call": rest[1], "placed": [], "taped": False} | rest[3]
         return [world.heard(i, header, ()) for i in rest[2]]
@@ -234,7 +277,7 @@ def compare(worlds: tuple[World, World], plan: list[tuple[Any, ...]]) -> int:
     for world in worlds:
         world.begin()
     model, opened = worlds[0].experiment.algorithm.server_init(worlds[0].experiment.model), 0
-    for action in [("begin", 1, [0, 1, 2]), *plan]:
+    for action in [("begin", 1, [0, 1, 2], 0), *plan]:
         first, second = (do(world, action, model) for world in worlds)
         assert first == second, (action, first, second)
         opened += sum(isinstance(one, list) for one in first)
@@ -252,7 +295,7 @@ def search_server(worlds: tuple[World, World], seed: int, examples: int, length:
     opened = 0
 
     @seeded(seed)
-    @settings(max_examples=examples, database=None, derandomize=False, deadline=None, suppress_health_check=QUIET)
+    @settings(max_examples=examples, phases=FAST, database=None, deadline=None, suppress_health_check=QUIET)
     @given(st.lists(actions, min_size=4, max_size=length))
     def plans(plan: list[tuple[Any, ...]]) -> None:
         nonlocal opened
@@ -268,24 +311,29 @@ def main() -> None:
     parser.add_argument("--site", action="store_true", help="a site lies, not the server")
     wanted = parser.parse_args()
     os.fsync = lambda file: None  # type: ignore[assignment]  # nothing here outlives the process
-    until, plans, opened = time.monotonic() + wanted.seconds, 0, 0
+    begun, plans, opened = time.process_time(), 0, 0
+    until = begun + wanted.seconds
     with tempfile.TemporaryDirectory() as root:
         if wanted.site:
             judges = {name: Judge(name, Path(root)) for name in NAMES_OF_SETTINGS}
             done = dict.fromkeys(judges, 0)
             for seed in itertools.count():
                 for name, judge in judges.items():
-                    if time.monotonic() > until:
-                        print(f"plans of a lying site: {done}: no run ended, no bound was passed")
+                    if time.process_time() > until:
+                        ended = judges["tape"].ended
+                        print(f"plans of a lying site: {done}: {ended} taped runs and no other ended; no bound passed")
                         return
                     search_site(judge, seed, 5)
                     done[name] += 5
+                print(f"{time.process_time() - begun:.0f} s: {done}", flush=True)
         worlds = World(Path(root) / "0", 0), World(Path(root) / "1", 1)
         for seed in itertools.count():
-            if time.monotonic() > until:
+            if time.process_time() > until:
                 break
             opened += search_server(worlds, seed, 5, 20)
             plans += 5
+            if plans % 50 == 0:
+                print(f"{time.process_time() - begun:.0f} s: {plans} plans, {opened} sums opened", flush=True)
     print(f"{plans} plans of a lying server, {opened} sums opened: both worlds said the same")
 
 

@@ -26,7 +26,6 @@ from fedtailor.core import codec
 from fedtailor.core.trees import Ragged
 from fedtailor.data.files import read_idx, read_npz
 from fedtailor.data.pickled_arrays import read_dict
-from fedtailor.data.sources.school import read_schools as read_mat
 from fedtailor.data.tabular.read import read_table
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
@@ -198,18 +197,6 @@ def _npz(folder: Path) -> Parser:
     return _file(folder / "a.npz", lambda path: read_npz(path, ("x", "y")), held.getvalue(), packed.getvalue())
 
 
-def _mat(folder: Path) -> Parser:
-    from scipy.io import savemat  # type: ignore[import-untyped]
-
-    held, packed = io.BytesIO(), io.BytesIO()
-    cells = {name: np.empty(2, dtype=object) for name in ("X", "Y")}
-    for i in range(2):
-        cells["X"][i], cells["Y"][i] = np.ones((3, 2)), np.ones((3, 1))
-    savemat(held, cells)
-    savemat(packed, cells, do_compression=True)
-    return _file(folder / "school.mat", read_mat, packed.getvalue(), held.getvalue())
-
-
 def _pickled(folder: Path) -> Parser:
     held = io.BytesIO()
     np.savez_compressed(held, data=np.array({"x": np.zeros((2, 3), np.float32), "y": np.arange(2)}, dtype=object))
@@ -238,7 +225,6 @@ PARSERS: dict[str, Callable[[Path], Parser]] = {
     "zipped-tables": _zipped,
     "parquet": _parquet,
     "exported": _exported,
-    "mat": _mat,
     "pickled-arrays": _pickled,
     "configs": _configs,
     "site-files": _site_files,

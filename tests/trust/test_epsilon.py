@@ -75,7 +75,7 @@ def test_noise_is_as_large_as_said_and_does_not_follow_from_the_seed(tmp_path: P
         each.append(changes(made.call(call=number)[1], made))
         made.begin(1, 0)
     rows = torch.stack(each)
-    assert rows.std(0).square().mean().sqrt() == pytest.approx(NOISE * CLIP, rel=0.1)
+    assert rows.std(0).square().mean().sqrt() == pytest.approx(NOISE * CLIP, rel=0.12)  # by chance in 1e-12
     assert rows.mean(0).norm() <= CLIP + 4 * NOISE * CLIP * math.sqrt(rows.shape[1] / len(rows))
 
 

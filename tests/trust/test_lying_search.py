@@ -61,7 +61,7 @@ def test_the_search_finds_a_site_that_answers_in_the_open(
         for site in world.sites.values():
             assert site._job is not None
             site._job.client._conceal = None
-    begun = ("begin", 1, [0, 1, 2])
+    begun = ("begin", 1, [0, 1, 2], 0)
     from tests.trust.lying import do
 
     heard = [[do(world, action, None) for action in (begun, WHOLE[0])] for world in worlds]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedtailor.cli.federation_fit import fit_config
+from fedtailor.cli.federation_commands import fit_config
 from fedtailor.core import codec
 from fedtailor.core.border import plain_text
 from fedtailor.core.trees import Tree, tree_map

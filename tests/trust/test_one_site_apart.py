@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from fedtailor.core.trees import Tree, items, tree_map
+from fedtailor.flare import approval
 from fedtailor.flare.policy import Budget, round_metrics
-from fedtailor.flare.protocol import config_for
+from fedtailor.flare.protocol import Refused, config_for
 from fedtailor.flare.site import SiteService
+from tests.flare.sites import Authority
 from tests.trust.test_bounds import BEGIN, CALL, NAMES, Sealed
 from tests.trust.test_sites import EVALUATE, begun
 from tests.trust.test_sums import Refusal
@@ -227,6 +229,19 @@ def test_s7_a_large_loss_has_no_more_digits_than_a_small_one(tmp_path: Path) -> 
     loss = float(metrics["val"]["loss"])
     assert loss > 1000
     assert loss == float(f"{loss:.3e}")
+
+
+def test_s10_an_approval_is_for_what_was_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs whose descriptions begin with the same 48 bits of a hash are found in seconds."""
+    monkeypatch.setattr(approval, "digest", lambda what: "0" * 16)
+    Authority().write_kit(tmp_path / "kit", "ada")
+    harmless, other = {"rounds": "1"}, {"rounds": "1000"}
+    for what in (harmless, other):
+        with pytest.raises(Refused, match="waits"):
+            approval.require_approval(tmp_path, tmp_path / "kit", "run-1", what)
+        if what is harmless:
+            approval.decide(tmp_path, tmp_path / "kit", "0" * 12, approval.YES, "somebody")
+            assert approval.require_approval(tmp_path, tmp_path / "kit", "run-1", what)
 
 
 def test_s8_another_hello_ends_the_run(tmp_path: Path) -> None:

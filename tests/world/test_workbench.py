@@ -24,7 +24,7 @@ from fedtailor.plugins import import_object
 from fedtailor.testing import check_algorithm, make_data, make_model
 from fedtailor.training import optimizers
 from fedtailor.training.solver import Solver
-from fedtailor.training.solver_options import PartOptions
+from fedtailor.training.specification import PartOptions
 from tests.helpers import FULL_BATCH, assert_equal, federate, make_me, run
 from tests.small import one_after_the_other, stop_after
 from tests.world import workbench

@@ -61,7 +61,7 @@ class Identity:
         """Who signed a statement; a ValueError if nobody of this federation did."""
         name, public = self.name_in(certificate), x509.load_der_x509_certificate(certificate).public_key()
         try:
-            _verify(public, signature, statement)
+            verify(public, signature, statement)
         except InvalidSignature:
             raise ValueError(f'{what} of "{name}" is not signed by it') from None
         return name
@@ -115,8 +115,8 @@ def sign(key: Any, statement: bytes) -> bytes:
     return signature
 
 
-def _verify(public: Any, signature: bytes, statement: bytes) -> None:
-    """Raises `InvalidSignature`."""
+def verify(public: Any, signature: bytes, statement: bytes) -> None:
+    """Check a signature; raises `InvalidSignature`."""
     if isinstance(public, ec.EllipticCurvePublicKey):
         public.verify(signature, statement, ec.ECDSA(hashes.SHA256()))
     elif isinstance(public, rsa.RSAPublicKey):
@@ -142,7 +142,7 @@ def read_revocations(path: Path, authority: bytes) -> dict[str, list[str]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         signature = bytes.fromhex(content.pop("signature"))
-        _verify(x509.load_pem_x509_certificate(authority).public_key(), signature, statement_of(content))
+        verify(x509.load_pem_x509_certificate(authority).public_key(), signature, statement_of(content))
         return {kind: [str(entry) for entry in content[kind]] for kind in ("names", "certificates")}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, InvalidSignature):
         raise RunError(f"{path}: not a list that the authority signed; ask the coordinator for it") from None

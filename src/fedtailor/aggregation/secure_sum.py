@@ -149,7 +149,6 @@ def open_sum(
 
 
 def add_modulo(vectors: Iterable[Words]) -> Words:
-    """The sum modulo 2**64."""
     first, *others = vectors
     total = first.copy()
     for vector in others:

@@ -133,7 +133,7 @@ def init(
 
     Options of the model and the algorithm are commented out, because they depend on which ones you choose.
     """
-    from fedtailor.experiments.template import template
+    from fedtailor.studies.schema import template
 
     if path.exists() and not force:
         raise ConfigError(f"{path}: exists already; --force replaces it")

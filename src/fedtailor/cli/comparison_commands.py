@@ -93,7 +93,7 @@ def reproduce(
     from fedtailor.experiments.store import write_atomically
     from fedtailor.studies import reproduce as published
     from fedtailor.studies import result_tables
-    from fedtailor.studies.row_settings import row_settings, settings_text
+    from fedtailor.studies.reproduce import row_settings, settings_text
     from fedtailor.studies.search import notes
 
     folder, is_printed = configs or CONFIGS, str(json_file) == "-"

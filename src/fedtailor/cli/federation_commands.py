@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedtailor.cli import federation_fit, model_commands, operators
+from fedtailor.cli import model_commands, operators
 from fedtailor.cli.federation_progress import Least, participation_of, print_participation, show_job
 from fedtailor.cli.operators import Folder, private_folder
 from fedtailor.cli.options import AsJson, Config, Settings
@@ -34,14 +34,15 @@ RunName = Annotated[str, typer.Option("--run", help="Name of the run; default: f
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Output folder; run again to add sites.")],
-    site: Annotated[list[str], typer.Option("--site", help="Name of a site; repeatable.")],
+    site: Annotated[list[str], typer.Option("--site", help="Name of a site; repeatable.")] = [],  # noqa: B006
     host: Annotated[str, typer.Option("--host", help="Host name of the server, as sites see it.")] = "localhost",
     port: Annotated[int, typer.Option("--port", help="Port of the server.")] = 8002,
 ) -> None:
     """Create folders with certificates for the server, each site and the administrator.
 
-    Send each site its folder over a channel you trust. FOLDER/authority is the certificate authority: keep it
-    safe. Run the same command with more sites to add them.
+    FOLDER/authority is the certificate authority: keep it safe. With --site, the keys of sites are made here and
+    their folders must be sent to them: for trying. Where keys must not travel, leave --site out, and let each site
+    make its own with request, approve and join. Run the same command with more sites to add them.
     """
     from fedtailor.flare import kits
 
@@ -55,6 +56,8 @@ def init(
             "admin": f"submit with: fedtailor federation submit CONFIG --admin {folder / name}",
         }[role]
         print(f"{name}: {summary}")
+    if site:
+        print("the sites' private keys were made here; to keep each at its site: request, approve and join")
 
 
 @app.command()
@@ -156,6 +159,36 @@ def submit(
 
 
 @app.command()
+def job(
+    config: Config,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the job; created.")],
+    settings: Settings = [],  # noqa: B006
+    site: Annotated[list[str], typer.Option("--site", help="A site that must take part; repeatable.")] = [],  # noqa: B006
+    run: RunName = "",
+    least: Least = 0,
+) -> None:
+    """Write a run as a job of NVIDIA FLARE, for a FLARE that is there already: submit it with FLARE's own tools.
+
+    The job holds names of classes and the configuration, no code: fedtailor is installed at the server and at every
+    site, and each site has its site.toml in the folder local of its FLARE workspace.
+    """
+    import json
+
+    from fedtailor.data.configs import SitesConfig
+    from fedtailor.flare import kits
+
+    kits.require_flare()
+    from fedtailor.flare.nvidia import Coordinator, asker, write_job
+
+    checked = _read_config(config, settings).model_copy(update={"data": SitesConfig()})
+    name = _name(run, "sites", checked)
+    if (out / name).exists():
+        raise RunError(f"{out / name}: exists already; choose another --run or --out")
+    server = Coordinator(name, json.dumps(checked.plain()), sorted(site), least, submitter=asker())
+    print(f"{write_job(name, server, out)}: submit it with: nvflare job submit -j {shlex.quote(str(out / name))}")
+
+
+@app.command()
 def local(
     sites: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of sites; each gets one client's data.")],
     config: Config,
@@ -232,6 +265,149 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-for _command in (*federation_fit.COMMANDS, *operators.COMMANDS):
+MOST_HERE = 8  # sites that are processes of one machine
+
+
+@app.command()
+def fit(
+    sites: Annotated[
+        Path | None,
+        typer.Argument(metavar="[SITES]", help="To try it on this machine: a folder with one table per site."),
+    ] = None,
+    admin: Annotated[Path | None, typer.Option("--admin", help="The administrator's folder: fit at the sites.")] = None,
+    target: Annotated[str, typer.Option("--target", help="With SITES: column to predict.")] = "",
+    client_column: Annotated[
+        str | None, typer.Option("--client-column", help="With SITES: column that names the site, if it is one file.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the folds.")] = 0,
+    run: Annotated[str, typer.Option("--run", help="Name of the run; default: fit and the seed.")] = "",
+    settings: Settings = [],  # noqa: B006
+    least: Least = 0,
+    out: Annotated[Path | None, typer.Option("--out", help="With SITES: folder of the federation.")] = None,
+    show_policy: Annotated[
+        bool, typer.Option("--policy", help="Print what a site's policy must allow for a fit, and stop.")
+    ] = False,
+) -> None:
+    """Fit a personal model for each site of a federation; tables, predictions and trees stay at the sites.
+
+    With --admin: at the sites of a running federation, on the data that their site.toml names. With SITES: a
+    trial on this machine, where each site is a process of its own. Afterwards each site prints and keeps its own
+    figures with fedtailor federation results. After an interruption, run the same command to continue. Exit code 0:
+    every site took part; 3: done without some, which are named.
+    """
+    from fedtailor.flare import kits
+
+    if show_policy:
+        print(policy(), end="")
+        return
+    kits.require_flare()
+    if (sites is None) == (admin is None):
+        raise ConfigError("federation fit: name the tables of a trial on this machine, or give --admin FOLDER")
+    name = run or f"fit-seed{seed}"
+    if not name.replace("-", "").replace("_", "").isalnum():
+        raise ConfigError(f'--run "{run}": use letters, digits, "-" and "_"')
+    again = shlex.join(["fedtailor", *sys.argv[1:]])
+    try:
+        if admin is not None:
+            attended = _at_sites(admin, fit_config({"source": "sites"}, seed, settings), name, least)
+        elif sites is not None:
+            attended = _local_trial(sites, target, client_column, seed, settings, name, out)
+    except KeyboardInterrupt:
+        print(f"interrupted; continue with: {again}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if code := print_participation(attended):
+        raise typer.Exit(code)
+
+
+def fit_config(data: dict[str, Any], seed: int, settings: list[str]) -> Any:
+    """The configuration of a fit: one round of a program that solves, blends and chooses."""
+    from fedtailor.experiments.config import RunConfig, parse, with_settings
+
+    tables = {
+        "seed": seed,
+        "rounds": 1,
+        "data": data,
+        "model": {"name": "linear", "dtype": "float64"},
+        "algorithm": {"name": "tablefit"},
+    }
+    return parse(with_settings(tables, settings), RunConfig, "fit")
+
+
+def _at_sites(admin: Path, config: Any, name: str, least: int) -> dict[str, dict[str, Any]]:
+    from fedtailor.experiments.store import read_json
+    from fedtailor.flare import kits
+    from fedtailor.flare.nvidia import Launcher
+
+    names = tuple(read_json(admin / kits.ABOUT)["sites"])
+    with show_job() as show:
+        launcher = Launcher(admin, config, name, names, _say, show, least)
+        attended = launcher.run_to_end()
+    print(f"{name}: done. The federation's weights are in the server's folder, under runs/{name}.")
+    print("each site sees its own figures and report with: fedtailor federation results FOLDER")
+    return attended
+
+
+def _local_trial(
+    sites: Path, target: str, column: str | None, seed: int, settings: list[str], name: str, out: Path | None
+) -> dict[str, dict[str, Any]]:
+    from fedtailor.experiments.building import load
+    from fedtailor.flare import local_trial
+    from fedtailor.tables.fit_sources import source_of
+
+    source = source_of(sites, target, column)
+    config = fit_config(source | ({"val": 0.0} if source["source"] == "folder" else {}), seed, settings)
+    count = len(load(config).clients)
+    if count > MOST_HERE:
+        raise ConfigError(f"{sites}: has {count} sites; a trial on one machine is for at most {MOST_HERE}")
+    folder = out or Path("runs") / f"federation-{sites.resolve().stem}-{name}"
+    with show_job() as show:
+        finished = local_trial.run_trial(folder, count, config, name, _say, progress=show)
+    for client in finished.about["clients"]:
+        print(f"{client}: fedtailor federation results {shlex.quote(str(folder / client))}")
+    return participation_of(finished.path)
+
+
+def policy() -> str:
+    """The table [policy] of a site.toml that allows a fit."""
+    import tomli_w
+
+    from fedtailor import algorithms
+    from fedtailor.core.algorithm import reply_names
+
+    sends = reply_names(algorithms.find("tablefit"))
+    return tomli_w.dumps({"policy": {"algorithms": ["tablefit"], "models": ["linear"], "sends": sends}})
+
+
+@app.command()
+def results(
+    folder: Folder,
+    run: Annotated[str, typer.Option("--run", help="Name of the fit; default: the latest.")] = "",
+    metric: Annotated[
+        str, typer.Option("--metric", metavar="NAME", help="What the figures show, such as auroc, brier or mae.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Print a site's results of a fit, on its own test rows, and write its report. Nothing leaves the site.
+
+    FOLDER is the site's. Trees are grown here, if the site has the rows for them. The folder that is printed
+    serves fedtailor predict and fedtailor export.
+    """
+    from fedtailor.cli.fit_commands import print_fit
+    from fedtailor.flare import kits
+    from fedtailor.flare.site import fit_results
+    from fedtailor.report.write import write
+
+    path, record = fit_results(folder / kits.SITE, run, metric)
+    page = write(path)
+    if as_json:
+        print_json({"folder": path, "report": page, **record})
+        return
+    print_fit(record)
+    (name,) = record["sites"]
+    print(f"models     {path}\nreport     {page}")
+    print(f"predict    fedtailor predict {shlex.quote(str(path))} FILE --site {shlex.quote(name)}")
+
+
+for _command in operators.COMMANDS:
     app.command()(_command)
 app.command("model")(model_commands.federated_model)

@@ -198,7 +198,7 @@ def predict(
     Rows are prepared as in training. The output file has all columns of FILE, the prediction and, in
     classification, class probabilities. Of an image, or a folder of images, the predicted masks are written.
     """
-    from fedtailor.data.tabular.read import client_name
+    from fedtailor.data.files import client_name
     from fedtailor.experiments.store import latest
     from fedtailor.serving.predict import check_ending, predict_by_site, predict_file, write_frame
     from fedtailor.tables.serve import personal, site_column
@@ -281,7 +281,7 @@ def onboard(
 def print_fit(record: dict[str, Any]) -> None:
     """Print test figures of every site alone, in common and personalized; then what is shared, in words."""
     from fedtailor.studies.result_tables import number
-    from fedtailor.tables.words import fit_sentences
+    from fedtailor.tables.words import fit_sentences, what_leaves
 
     metric, task = record["metric"], f"{record['data']}: {record['task']} of {record['target'] or 'the target'}"
     print("\n".join(record["notes"]))
@@ -308,9 +308,10 @@ def print_fit(record: dict[str, Any]) -> None:
     for each in record.get("dropped", ()):
         if not each["round"]:  # not by halving
             print(f"left out   {each['label']}: {each['why']}")
-    for label, parts in record["shared"].items():
-        print(f"shared     {label}: sends {parts['sent']}; keeps {parts['private']}")
-    if "differences" not in record:  # of a table the line `sites` says it, with what chance does
+    for names, sent, private in what_leaves(record["shared"]):
+        print(f"shared     {names}: a site sends {sent}, and keeps {private}")
+    # of a table the line `sites` says it, with what chance does
+    if "differences" not in record and math.isfinite(record["hurt"]):
         print(f"hurt       {100 * record['hurt']:.0f} % of the sites are worse off than alone, on test data")
 
 
@@ -358,9 +359,14 @@ def print_drift(drifts: Mapping[str, Any]) -> None:
 
 def print_effects(effects: Mapping[str, Any], site: str, path: Path) -> None:
     """Print coefficients and importance, as tables and in words; with `site`, its own coefficients too."""
-    from fedtailor.studies.result_tables import number
+    from fedtailor.studies.result_tables import metric_name, number
     from fedtailor.tables.effects import EFFECTS
-    from fedtailor.tables.words import importance_sentences, model_sentence, sharing_sentences
+    from fedtailor.tables.words import (
+        aliased_sentence,
+        importance_sentences,
+        model_sentence,
+        sharing_sentences,
+    )
 
     coefficients = effects["coefficients"]
     if coefficients:
@@ -371,6 +377,8 @@ def print_effects(effects: Mapping[str, Any], site: str, path: Path) -> None:
                 print(f"{len(rows) - TERMS_SHOWN} more: fedtailor explain --json has all")
         for words in (model_sentence(coefficients), *sharing_sentences(coefficients)):
             print(f"{'sites' if words != model_sentence(coefficients) else 'model':<10} {words}")
+        if words := aliased_sentence(coefficients["outputs"][0]["terms"]):
+            print(f"aliased    {words}")
     importance = effects["importance"]
     if importance["columns"]:
         metric = importance["metric"]
@@ -380,12 +388,13 @@ def print_effects(effects: Mapping[str, Any], site: str, path: Path) -> None:
             for each in importance["columns"]
         ]
         split = "held-out" if importance["held_out"] else "training"
-        title = f"how much worse {metric} gets if a column is shuffled, on {importance['rows']} {split} rows"
-        print_table(title, ("column", "worse by", "±", *((f"at {site}",) if site else ())), rows[:TERMS_SHOWN])
+        rows_used = f"{importance['rows']} {split} rows"
+        title = f"how much worse {metric_name(metric)} gets if a column is shuffled, on {rows_used}"
+        print_table(title, ("column", "worse by", "sd", *((f"at {site}",) if site else ())), rows[:TERMS_SHOWN])
     for words in importance_sentences(importance):
         print(f"{'matters':<10} {words}")
     if site:
-        print(f"served     {site} is served by {effects['served'][site]}")
+        print(f"served     site {site}: {effects['served'][site]}")
     print(f"details    {path / EFFECTS}")
 
 
@@ -410,20 +419,21 @@ def coefficient_rows(
 
     def cells(term: Mapping[str, Any], each: Mapping[str, Any]) -> list[str]:
         if each["value"] is None:
-            return ["?", "?"]
+            return ["aliased", ""]
         values = [float(each[key]) / (term["sd"] or 1.0) for key in ("value", "low", "high")]
         texts = [f"{math.exp(min(v, 50)) if is_odds else v:.3g}" for v in values]
         return [texts[0], f"{texts[1]} to {texts[2]}"]
 
     rows = []
     for term in output["terms"]:
-        name = "level" if term["name"] == INTERCEPT else f"{term['name']} ({unit_of(term)})"
+        name = term["name"] if term["name"] == INTERCEPT else f"{term['name']} ({unit_of(term)})"
         own = cells(term, term["sites"][0]) if site else []
         spread = "-" if term["value"] is None else f"{term['spread'] / (term['sd'] or 1.0):.3g}"
         differ = [] if is_single else [spread if term["differs"] else "common", f"{term['share']:.2f}"]
+        differ = ["", ""] if differ and term["value"] is None else differ
         rows.append([name, *cells(term, term), *own, *differ])
     of_site = (f"at {site}", "95 % interval ") if site else ()
-    of_sites = () if is_single else ("sd of sites", "shrinkage")
+    of_sites = () if is_single else ("sd between", "shrinkage")
     return ("", "effect", "95 % interval", *of_site, *of_sites), rows
 
 

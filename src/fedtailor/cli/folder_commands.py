@@ -36,6 +36,12 @@ def show(
 def explain(
     run: RunOrFit,
     site: Annotated[str, typer.Option("--site", help="Of a fit: also the own coefficients of this site.")] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", help='Of a fit: whose coefficients, such as "mixed, slopes"; default: which serves most.'
+        ),
+    ] = "",
     data_root: DataRoot = None,
     trust: Trust = False,
     as_json: AsJson = False,
@@ -51,11 +57,11 @@ def explain(
 
     accept_trust(run, trust)
     if (run / FIT).exists():
-        effects = explain_fit(run, site, data_root)
+        effects = explain_fit(run, site, data_root, model)
         print_json(effects) if as_json else print_effects(effects, site, run)
         return
-    if site:
-        raise ConfigError(f"--site {site}: is for fits; of a run all clients are shown")
+    if site or model:
+        raise ConfigError("--site and --model are for fits; of a run all clients are shown")
     if as_json:
         print_json(shares_record(run, data_root))
     elif not print_weights(run):

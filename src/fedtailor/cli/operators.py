@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,6 +66,7 @@ def _server_status(admin: Path) -> tuple[dict[str, Any], list[str]]:
     from fedtailor.flare import kits
     from fedtailor.flare.nvidia import Unreachable, admin_session
     from fedtailor.flare.participation import participation_lines
+    from fedtailor.flare.revocations import revoked_in
 
     about = read_json(admin / kits.ABOUT)
     record: dict[str, Any] = {"server": f"{about['host']}:{about['port']}", "sites": {}, "runs": {}, "problems": []}
@@ -78,10 +80,13 @@ def _server_status(admin: Path) -> tuple[dict[str, Any], list[str]]:
             attended = {name: session.attended(job) for name, job in ids.items() if job not in running}
     except Unreachable as error:
         return record | {"problems": [str(error)]}, [*lines, f"attention: {error}"]
-    for site in sorted({*about["sites"], *connected}):
+    revoked = revoked_in(admin, admin / kits.KIT)["names"]
+    for site in sorted({*about["sites"], *connected, *revoked}):
         record["sites"][site] = {"connected": site in connected, "last_seen": times.get(site)}
+        record["sites"][site] |= {"revoked": True} if site in revoked else {}
         ago = f", seen {max(0.0, time.time() - times[site]):.0f} s ago" if site in times else ""
-        lines.append(f"site {site}: {'connected' if site in connected else 'away'}{ago}")
+        state = "revoked, " * (site in revoked) + ("connected" if site in connected else "away")
+        lines.append(f"site {site}: {state}{ago}")
     for name, job in latest.items():
         is_lost = job["status"] == "RUNNING" and job["job_id"] not in running
         record["runs"][name] = "interrupted" if is_lost else job["status"].lower()
@@ -93,6 +98,23 @@ def _server_status(admin: Path) -> tuple[dict[str, Any], list[str]]:
     return record, lines
 
 
+def watch(
+    folder: Folder,
+    port: Annotated[int, typer.Option("--port", metavar="N", help="Port; 0: any free one.")] = 0,
+) -> None:
+    """Serve a live page of a participant, to this machine only, under an address that nobody can guess.
+
+    Of the server: sites, rounds, figures, faults, traffic, epsilon, its log. Of a site: what left it and what could be
+    concluded from that, runs that wait for approval, its log. Ctrl-C stops the page, not the participant.
+    """
+    from fedtailor.report.federation_page import participant_server
+
+    with participant_server(folder, port) as page_server:
+        print(f"watching {folder} at {page_server.address} (Ctrl-C to stop)", flush=True)
+        with suppress(KeyboardInterrupt):
+            page_server.serve_forever()
+
+
 def health(folder: Folder) -> None:
     """Check a participant: exit code 0 if all is well, else 1.
 
@@ -101,17 +123,33 @@ def health(folder: Folder) -> None:
     """
     from fedtailor.flare import operate
 
+    operate.rotate_log(folder / operate.LOG)  # of a participant in the background, which nobody else does
     if wrong := operate.problems(operate.read_status(folder)):
         print("\n".join(wrong))
         raise typer.Exit(1)
     print(f"{folder}: healthy")
 
 
-def metrics(folder: Folder) -> None:
-    """Print the status of a participant in the Prometheus text format, for the textfile collector."""
+def metrics(
+    folder: Folder,
+    serve: Annotated[int, typer.Option("--serve", metavar="PORT", help="Serve it on 127.0.0.1 until Ctrl-C.")] = 0,
+) -> None:
+    """Print the status of a participant in the Prometheus text format, or serve it at /metrics.
+
+    Rounds, seconds, faults, bytes and epsilon of runs; who missed rounds; disk, clock and days of the certificate.
+    """
     from fedtailor.flare import operate
 
-    print(operate.prometheus_text(operate.read_status(folder)), end="")
+    if not serve:
+        print(operate.prometheus_text(operate.read_status(folder)), end="")
+        return
+    from fedtailor.flare.metrics_endpoint import MetricsServer
+
+    operate.read_status(folder, asks=False)  # report errors in it now
+    with MetricsServer(folder, serve) as server:
+        print(f"serves http://127.0.0.1:{server.server_port}/metrics; Ctrl-C ends it", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def pause(
@@ -123,6 +161,36 @@ def pause(
 
     set_participation(private_folder(folder), "active" if off else "paused")
     print(f"{folder}: {'takes part again' if off else 'paused; --off ends it'}")
+
+
+def pending(
+    folder: Folder,
+    yes: Annotated[str, typer.Option("--yes", metavar="ID", help="Approve this request, for one run.")] = "",
+    no: Annotated[str, typer.Option("--no", metavar="ID", help="Decline it.")] = "",
+    by: Annotated[str, typer.Option("--by", help="Who decides; default: the user of this computer.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the runs that wait for a person's approval at a site, or decide on one; signed with the site's key.
+
+    With approve = "ask" in its policy, a run waits at the site until somebody has seen what it is.
+    """
+    import getpass
+
+    from fedtailor.flare import kits
+    from fedtailor.flare.approval import NO, YES, decide, read_pending, request_lines
+    from fedtailor.flare.site import read_site
+
+    site = read_site(folder / kits.SITE)
+    if yes and no:
+        raise ConfigError("pending: give --yes or --no")
+    if identity := yes or no:
+        decide(site.folder, site.kit, identity, YES if yes else NO, by or getpass.getuser())
+    requests = read_pending(site.folder)
+    if as_json:
+        print_json(requests)
+        return
+    lines = [line for name, record in requests.items() for line in request_lines(name, record)]
+    print("\n".join(lines) or "nothing waits")
 
 
 def leave(folder: Folder) -> None:
@@ -180,12 +248,70 @@ def revoke(
     folder: Coordinator,
     name: Annotated[str, typer.Argument(metavar="NAME", help="A site.")],
 ) -> None:
-    """Revoke a site's certificate: the server sends it no requests, and no partner sums with it."""
-    from fedtailor.flare.kits import revoke_certificate
+    """Revoke a site's certificate: the server sends it no requests, and no partner sums with it.
 
-    path = revoke_certificate(folder, name)
-    print(f"{name}: revoked, for all participants whose folders are in {folder}")
-    print(f"elsewhere: copy {path} to the server's folder and to each site's kit folder")
+    The list is signed by the authority. It reaches the server with the next run that is submitted from FOLDER/admin,
+    and every site from the server. A server that can be reached admits the site no more from now on.
+    """
+    from fedtailor.flare import kits
+
+    kits.require_flare()
+    from fedtailor.flare.nvidia import Unreachable, admin_session
+
+    path = kits.revoke_certificate(folder, name)
+    print(f"{name}: revoked; the signed list reaches the server with the next run, and the sites from there")
+    try:
+        with admin_session(folder / "admin" / kits.KIT, kits.ADMIN) as session:
+            session.disable(name)
+        print(f"{name}: the server admits it no more")
+    except Unreachable:
+        print(f"the server cannot be reached; at once: copy {path} to the server's folder")
+
+
+def request(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The site's folder; created if it is missing.")],
+    name: Annotated[str, typer.Option("--name", help="Name of the site; default: that of the folder.")] = "",
+) -> None:
+    """Ask to join a federation: make the site's key, which stays here, and a request to send to the coordinator."""
+    from fedtailor.flare import kits
+
+    kits.require_flare()
+    from fedtailor.flare.joining import request_membership
+
+    file, fingerprint = request_membership(folder, name or folder.resolve().name)
+    print(f"send {file} to the coordinator, and read out the fingerprint of the key:\n{fingerprint}")
+
+
+def approve(
+    folder: Coordinator,
+    request: Annotated[Path, typer.Argument(metavar="REQUEST", help="The site's request.json.")],
+    fingerprint: Annotated[str, typer.Option("--fingerprint", help="Of its key, as the site's operator reads it out.")],
+) -> None:
+    """Approve a site's request: sign its certificate and add it to the federation."""
+    from fedtailor.flare import kits
+
+    kits.require_flare()
+    from fedtailor.flare import joining
+
+    name, answer = joining.approve(folder, request, fingerprint)
+    print(f"{name}: approved; send it {answer}, and read out the fingerprint of the authority:")
+    print(joining.authority_fingerprint(folder))
+
+
+def join(
+    folder: Folder,
+    approval: Annotated[Path, typer.Argument(metavar="APPROVAL", help="What the coordinator has sent.")],
+    authority: Annotated[str, typer.Option("--authority", help="Fingerprint, as the coordinator reads it out.")],
+) -> None:
+    """Join a federation with what the coordinator has approved, beside the key that is here."""
+    from fedtailor.flare import kits
+
+    kits.require_flare()
+    from fedtailor.flare import joining
+
+    name = joining.join(folder, approval, authority)
+    print(f"{name}: has joined; describe the data in {folder / kits.SITE}, then: ", end="")
+    print(f"fedtailor federation start site {folder}")
 
 
 def audit(
@@ -219,4 +345,7 @@ def private_folder(folder: Path) -> Path:
     return read_site(folder / kits.SITE).folder
 
 
-COMMANDS = (status, health, metrics, pause, leave, withdraw, certificates, renew, revoke, audit)
+COMMANDS = (
+    *(status, watch, health, metrics, pending, pause, leave, withdraw),
+    *(certificates, request, approve, join, renew, revoke, audit),
+)

@@ -62,9 +62,10 @@ def call_fault(experiment: Experiment, call: Call, client: int, reply: Tree, lim
     weights, has_doubts = weight_parts(algorithm, call.function), may_doubt(algorithm, call.function)
     if limits is None and not (weights or has_doubts):
         return ""
-    example = reply_example(algorithm, call.function, model)
-    if wrong := schema_difference(schema(reply), schema(example)):
-        return f"reply {wrong}" if limits is not None else ""
+    if limits is not None or has_doubts:  # a count alone can be looked up in a reply of any form
+        example = reply_example(algorithm, call.function, model)
+        if wrong := schema_difference(schema(reply), schema(example)):
+            return f"reply {wrong}" if limits is not None else ""
     if limits is not None:
         stack, positive = tree_map(lambda v: v[None], reply), reply_positive(algorithm, call.function)
         if wrong := reply_faults(stack, 1, positive, limits.max_norm)[0]:
@@ -72,11 +73,18 @@ def call_fault(experiment: Experiment, call: Call, client: int, reply: Tree, lim
     starts = experiment.data.train.starts
     samples = int(starts[client + 1]) - int(starts[client])
     for part in weights:
-        for leaf in leaves(reply[int(part)] if part else reply):
+        for leaf in _numbers(reply, part):
             high = float(leaf.amax())
             if high > samples * (1 + ROUNDING):  # what is below 0 or no number is refused in every engine
                 return f"reply counts {high:.6g} samples; the client has {samples}"
     return doubt_of(algorithm, call.function, model, samples, reply)
+
+
+def _numbers(reply: Tree, part: str) -> list[Tensor]:
+    """Tensors of numbers in a part of a reply that may have any form; what is missing is found where all is checked."""
+    here = reply[int(part)] if part and isinstance(reply, tuple) and int(part) < len(reply) else None
+    of_part = leaves(here if part else reply)
+    return [v for v in of_part if isinstance(v, Tensor) and v.numel() and not v.is_complex()]
 
 
 def metrics_fault(experiment: Experiment, tree: Tree, splits: Sequence[str]) -> str:

@@ -37,7 +37,6 @@ class Stored(Protocol):
 
 
 def count(x: Inputs | Tree) -> int:
-    """How many samples there are."""
     return len(next(iter(x.values()))) if isinstance(x, dict) else len(x)
 
 

@@ -87,7 +87,6 @@ class Experiment:
 
     @property
     def loss(self) -> Loss:
-        """The loss of each sample, [rows]."""
         return self.task.loss
 
     def predict(self, model: Params, x: Tree) -> Tree:

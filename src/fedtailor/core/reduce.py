@@ -172,7 +172,6 @@ class Aggregation:
         return not self.at_client and self.noise is None and isinstance(self.reduction, Open)
 
     def check(self, experiment: Any) -> None:
-        """Raise a `ConfigError` if a slot does not suit the experiment."""
         self.reduction.check(experiment)
         if self.noise is not None:
             self.noise.check(experiment)
@@ -461,8 +460,6 @@ class Limits:
 
 
 class Rejected(NamedTuple):
-    """A client whose reply cannot be used."""
-
     client: int
     reason: str
     is_mistake: bool  # in the method: its function raised, or what it sent is not what it declares

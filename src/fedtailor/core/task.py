@@ -51,7 +51,6 @@ class Task(Protocol):
 
 
 def classification_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of every sample."""
     return F.cross_entropy(output, target, reduction="none")
 
 
@@ -269,7 +268,6 @@ def find(name: str) -> type[Any]:
 
 
 def make(name: str, options: Mapping[str, Any]) -> Task:
-    """A task with its options."""
     kind = find(name)
     known = [f.name for f in fields(kind) if f.init] if is_dataclass(kind) else []
     for key in options:

@@ -120,7 +120,6 @@ SOURCES: dict[str, SourceInfo] = {
 
 
 def has_validation(config: DataConfig) -> bool:
-    """Whether clients will have validation samples."""
     if isinstance(config, SavedConfig):
         from fedtailor.data.sources import saved_data
 

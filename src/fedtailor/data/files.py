@@ -1,4 +1,4 @@
-"""Readers of IDX, CIFAR-10 and .npz files that check every size before they allocate memory."""
+"""Files of data: names, and readers of IDX, CIFAR-10 and .npz that check every size before they allocate memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from fedtailor.errors import DataError
 
+SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet")  # of tables
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
 CIFAR_RECORDS = 10_000  # in each of its files
 CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
 INFLATION = 1100  # deflate makes no more bytes out of one
@@ -34,6 +36,25 @@ def expand_home(path: Path | str) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise DataError(f'{path}: there is no user "{Path(path).parts[0][1:]}"; write out the folder') from None
+
+
+def client_name(path: Path) -> str | None:
+    """File name without its ending, or None if it is not a data file."""
+    suffix = next((s for s in SUFFIXES if path.name.lower().endswith(s)), None)
+    if suffix is None or path.name.startswith("."):
+        return None
+    return path.name[: -len(suffix)]
+
+
+def escape_formula(value: str) -> str:
+    """A text for a CSV file: a quote is put before what a spreadsheet would run as a formula."""
+    if not value.startswith(FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def read_bytes(path: Path) -> bytes:

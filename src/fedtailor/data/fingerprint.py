@@ -6,10 +6,9 @@ import hashlib
 from pathlib import Path
 
 from fedtailor.data.configs import FolderConfig, ImageFolderConfig, ImageMasksConfig, SourceConfig, TextConfig
-from fedtailor.data.files import expand_home
+from fedtailor.data.files import client_name, expand_home
 from fedtailor.data.sources.image_folder import list_images
 from fedtailor.data.sources.mask_folder import list_pairs
-from fedtailor.data.tabular.read import client_name
 
 
 def digest(config: SourceConfig) -> str | None:

@@ -45,7 +45,6 @@ def split_in_time(samples: int, config: SplitConfig) -> Split:
 
 
 def split_note(config: SplitConfig) -> str:
-    """A note on how clients were split."""
     most = "" if config.max_samples is None else f" of at most {config.max_samples} samples"
     train = "" if config.max_train is None else f", train on at most {config.max_train} of the rest"
     return f"split per client{most}: test {config.test:g}, val {config.val:g}{train}"

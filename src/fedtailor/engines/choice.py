@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -82,7 +77,6 @@ def _on_device(experiment: Experiment, clients: int) -> Choice:
 
 
 def _is_dense(experiment: Experiment) -> bool:
-    """Whether it neither convolves nor has BatchNorm."""
     kinds = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
     return not any(isinstance(m, kinds) for m in experiment.model.module.modules())
 
@@ -147,18 +141,9 @@ def _step_and_predict(experiment: Experiment, *, is_stacked: bool) -> list[Tenso
 
 
 def round_seconds(experiment: Experiment, clients: int) -> tuple[float, float]:
-    """Of a round of at most so many clients on a device: one by one, and stacked.
-
-    Measured once for each model and device, and kept in the user's cache.
-    """
-    file = _cache_folder() / f"{_cache_key(experiment, clients)}.json"
-    with suppress(OSError, ValueError, TypeError):
-        alone, stacked = json.loads(file.read_text(encoding="utf-8"))
-        return float(alone), float(stacked)
+    """Of a round of at most so many clients on a device, measured: one by one, and stacked."""
     cohort = range(min(clients, MOST, len(experiment.data.clients)))
-    figures = tuple(_measure_round(experiment, cohort, chunk) for chunk in (0, stack_size(experiment)))
-    _write_cache(file, figures)
-    return figures[0], figures[1]
+    return _measure_round(experiment, cohort, 0), _measure_round(experiment, cohort, stack_size(experiment))
 
 
 def _measure_round(experiment: Experiment, cohort: range, chunk: int) -> float:
@@ -173,27 +158,6 @@ def _measure_round(experiment: Experiment, cohort: range, chunk: int) -> float:
         torch.accelerator.synchronize(experiment.device)
         seconds = time.perf_counter() - begun
     return seconds
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedtailor" / "measured"
-
-
-def _write_cache(file: Path, figures: tuple[float, ...]) -> None:
-    with suppress(OSError):  # a cache that cannot be written is none
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(figures), encoding="utf-8")
-
-
-def _cache_key(experiment: Experiment, clients: int) -> str:
-    """What the time depends on: the model and its steps, the clients, the device and torch."""
-    module = torch.get_device_module(experiment.device)
-    name = module.get_device_name(experiment.device) if hasattr(module, "get_device_name") else experiment.device.type
-    shapes = [(k, list(v.shape), str(v.dtype)) for k, v in experiment.model.params.items()]
-    sizes = [int(n) for n in experiment.data.train.sizes[:MOST]]
-    what = [shapes, repr(experiment.solver), repr(experiment.algorithm), list(experiment.data.shape), sizes]
-    text = json.dumps([*what, min(clients, MOST), name, torch.__version__])
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def stack_size(experiment: Experiment) -> int:

@@ -142,7 +142,6 @@ def has_room(device: torch.device, size: int) -> bool:
 
 
 def begin_peak(device: torch.device) -> None:
-    """Reset the peak of memory use."""
     _ask(device, "reset_peak_memory_stats")
 
 

@@ -56,7 +56,6 @@ class Disk:
                     mapped.madvise(mmap.MADV_DONTNEED)  # of a shared mapping nothing is lost, it is only no longer here
 
     def fill(self, to: Tensor, values: Tensor) -> None:
-        """Copy a tensor slice by slice."""
         step = max(1, SLICE // max(1, values[:1].nbytes))
         for i in range(0, len(values), step):
             to[i : i + step] = values[i : i + step]

@@ -69,7 +69,6 @@ class InProcess:
         self._grads: dict[tuple[int, ...], Tree] = {}
 
     def start(self) -> None:
-        """Give every client its first state."""
         for group in self.groups(self.clients):
             self._start(group)
 
@@ -96,7 +95,6 @@ class InProcess:
         return self.states.rows
 
     def set_states(self, rows: Tree) -> None:
-        """Put saved states back."""
         self.states.create(self.clients, rows)
         self._forget()
 

@@ -283,11 +283,9 @@ class Sharded:
         return self.inside.chunk
 
     def start(self) -> None:
-        """Give this rank's clients their first state."""
         self.inside.start()
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
-        """Replies of this rank's clients."""
         yield from self.inside.call(call, self.ranks.mine(clients))
 
     def pull_back(
@@ -297,7 +295,6 @@ class Sharded:
             yield from self.inside.pull_back(number, own, cotangent)
 
     def finish_backward(self) -> None:
-        """The tape is read back."""
         self.inside.finish_backward()
 
     def begin_round(self, round: int) -> dict[int, str]:
@@ -305,11 +302,9 @@ class Sharded:
         return self.inside.begin_round(round)
 
     def close(self) -> None:
-        """Drop all tapes and gradients."""
         self.inside.close()
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
-        """Bring back the private states before this round, of all or of some clients."""
         self.inside.undo(None if clients is None else self.ranks.mine(clients))
 
     def evaluate(
@@ -328,11 +323,9 @@ class Sharded:
         yield tuple(clients[i] for i in at), tree_map(lambda v: v[at], metrics), {}
 
     def get_states(self) -> Tree:
-        """Everything private of this rank's clients, stacked."""
         return self.inside.get_states()
 
     def set_states(self, rows: Tree) -> None:
-        """Put saved states of this rank's clients back."""
         self.inside.set_states(rows)
 
 

@@ -54,7 +54,6 @@ class States:
         return tree_map(zeros, shapes)
 
     def read(self, clients: Sequence[int]) -> Tree:
-        """Copies of the rows of `clients`."""
         at = self._at(clients)
         rows = tree_map(lambda v: v[at], self.rows)
         self._touch(rows)

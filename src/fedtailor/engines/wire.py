@@ -282,7 +282,6 @@ class Remote:
         return self.experiment.data.clients[client]
 
     def finish_backward(self) -> None:
-        """The tape is read back."""
         for client, _, _, gone in self.tell(self._taped, {"op": "finish"}):
             if gone is not None:
                 raise RoundAbandoned(f"{self._name(client)} cannot be reached after the way back: {gone}")
@@ -329,7 +328,6 @@ class Wire(Remote):
                 yield client, gone
 
     def start(self) -> None:
-        """Give every client its first state."""
         for _ in self.tell(self.everybody, {"op": "start"}):
             pass
 
@@ -343,17 +341,14 @@ class Wire(Remote):
         """All sites are in this process."""
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
-        """Bring back the private states before this round, of all or of some clients."""
         for _ in self.tell(self.everybody if clients is None else clients, {"op": "undo"}):
             pass
 
     def get_states(self) -> Tree:
-        """Everything private, stacked over all clients."""
         each = [site.inside.get_states() for site in self.sites]
         return tree_map(lambda *rows: torch.cat(rows), *each)
 
     def set_states(self, rows: Tree) -> None:
-        """Put saved states back."""
         for client, site in enumerate(self.sites):
             site.inside.set_states(tree_map(lambda v, c=client: v[c : c + 1], rows))
 

@@ -216,7 +216,6 @@ def task_of(config: RunConfig, federated: FederatedData) -> Task:
 
 
 def _outputs(task: Task, federated: FederatedData) -> int:
-    """Width of the model's output."""
     try:
         return task.outputs(federated.outputs)
     except ValueError as error:
@@ -224,7 +223,6 @@ def _outputs(task: Task, federated: FederatedData) -> int:
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
-    """Floating-point type of model and data."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     return dtype
 

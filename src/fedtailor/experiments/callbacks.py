@@ -61,8 +61,6 @@ class OptunaPruning(Callback):
 
 
 class Callbacks:
-    """All callbacks of a run."""
-
     def __init__(self, each: Sequence[Any], run: Followed) -> None:
         for one in each:
             if not any(callable(getattr(one, name, None)) for name in METHODS):

@@ -81,7 +81,6 @@ class RunState:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether early stopping ends the run here."""
         patience = self.config.early_stopping.patience
         return 0 < patience <= self.round - self.kept.round and self.kept.round > 0
 
@@ -145,7 +144,6 @@ class RunState:
         return line | asdict(self.fed.traffic) | {"seconds": _milliseconds(seconds)}, value
 
     def _cohort(self, round: int) -> tuple[int, ...]:
-        """Who is asked."""
         section, data = self.config.federation, self.engine.experiment.data
         wanted, sizes = section.clients_per_round, data.train.sizes.numpy()
         return cohort(section.sampler, self.config.seed, round, wanted, data.clients, sizes, self.validation)
@@ -157,7 +155,6 @@ class RunState:
         return max((peak for peak in every if peak is not None), default=None)
 
     def _privacy_cost(self) -> accountant.PrivacyCost:
-        """Epsilon of the noisy sums so far."""
         clients, wanted = len(self.engine.experiment.data.clients), self.config.federation.clients_per_round
         return accountant.privacy_cost(
             Counter(self.fed.sums.noisy.values()),

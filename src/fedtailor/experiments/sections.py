@@ -34,7 +34,7 @@ from fedtailor.models.adapters import AdapterConfig
 from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.solver import Solver
-from fedtailor.training.solver_options import PartOptions, Schedule, ScheduleName
+from fedtailor.training.specification import PartOptions, Schedule, ScheduleName
 
 SAME = ("buffers", "prior", "dtype")  # of the model: the same for all clients
 VALUES, RANGE = "values", "range"  # what may be searched: a list, or all numbers between two

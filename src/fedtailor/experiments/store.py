@@ -24,7 +24,7 @@ from typing import Any, NotRequired
 import tomli_w
 import torch
 from filelock import FileLock, Timeout
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -246,10 +246,10 @@ LENIENT = ConfigDict(strict=True, extra="allow")  # other versions may have more
 Figures = dict[str, list[float]]  # by metric, one per client
 
 
+@with_config(LENIENT)
 class AboutFile(TypedDict, total=False):
     """run.json: what made the run, as far as more is done with it than to show it."""
 
-    __pydantic_config__ = LENIENT  # type: ignore[misc]
     clients: list[str]
     train_samples: list[int]
     notes: list[str]
@@ -261,34 +261,34 @@ class AboutFile(TypedDict, total=False):
     config_sha256: str
 
 
+@with_config(LENIENT)
 class SummaryEntry(TypedDict, total=False):
-    __pydantic_config__ = LENIENT  # type: ignore[misc]
     mean: float
     std: float
     worst_tenth: float
 
 
+@with_config(LENIENT)
 class TestedRound(TypedDict, total=False):
     """Of the last round, the selected one, or unseen clients."""
 
-    __pydantic_config__ = LENIENT  # type: ignore[misc]
     round: int
     test: dict[str, SummaryEntry]
     clients: Figures
     gap: dict[str, float]
 
 
+@with_config(LENIENT)
 class TrafficEntry(TypedDict, total=False):
-    __pydantic_config__ = LENIENT  # type: ignore[misc]
     up: int
     down: int
     trips: int
 
 
+@with_config(LENIENT)
 class ResultsFile(TypedDict, total=False):
     """results.json of a finished run."""
 
-    __pydantic_config__ = LENIENT  # type: ignore[misc]
     metric: str
     higher_is_better: bool
     last: TestedRound
@@ -301,20 +301,20 @@ class ResultsFile(TypedDict, total=False):
     abandoned: int
 
 
+@with_config(LENIENT)
 class PartEntry(TypedDict):
     """Some of the tensors of an entry, in a file of another one."""
 
-    __pydantic_config__ = LENIENT  # type: ignore[misc]
     folder: str
     file: str
     sha256: str
     names: list[str]
 
 
+@with_config(LENIENT)
 class TensorsEntry(TypedDict):
     """An entry of an index: a file of tensors."""
 
-    __pydantic_config__ = LENIENT  # type: ignore[misc]
     file: str  # "": all is in its parts
     sha256: str
     tree: Any
@@ -322,10 +322,10 @@ class TensorsEntry(TypedDict):
     parts: NotRequired[list[PartEntry]]
 
 
+@with_config(LENIENT)
 class ManifestFile(TypedDict, total=False):
     """checkpoint/manifest.json."""
 
-    __pydantic_config__ = LENIENT  # type: ignore[misc]
     round: int
     seconds: float
     metrics_length: int
@@ -584,7 +584,6 @@ class RunFolder:
         return path
 
     def newcomer(self, name: str) -> Tree:
-        """The personal model of a newcomer."""
         return read_tree(folder := self.path / "newcomers" / name, read_json(folder / "index.json")[name])
 
     def fingerprint(self) -> str:

@@ -6,6 +6,7 @@ Certificates end, are renewed and are revoked here. `cryptography` comes with FL
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,7 @@ partners = []  # sites to sum with, by the names in their certificates; "north o
 code = []  # custom tasks, optimizers and metrics that a run may use
 min_samples = 20  # nothing leaves with fewer training samples
 max_rounds = 1000
+# approve = "ask"  # a run waits until a person has said yes: fedtailor federation pending
 # reasons = true  # whether a refusal tells the server which rule it breaks
 
 [policy.budget]  # limits on what may be asked
@@ -94,8 +96,7 @@ def provision(folder: Path, host: str, port: int, sites: list[str]) -> list[str]
     if old is not None and (old["host"], old["port"]) != (host, port):
         raise ConfigError(f"{folder}: is a federation of {old['host']}:{old['port']}; give the same --host and --port")
     for name in sites:
-        if not name.replace("-", "").replace("_", "").isalnum() or name in ("server", "admin", host):
-            raise ConfigError(f'--site "{name}": use letters, digits, "-" and "_"; not server or admin')
+        check_site_name(name, host)
     if taken := set(read_revoked(folder)["names"]) & set(sites):  # the old certificate can still connect
         raise ConfigError(f'--site "{min(taken)}": its certificate was revoked; choose another name')
     everybody = sorted({*(old["sites"] if old else []), *sites})
@@ -118,9 +119,19 @@ def provision(folder: Path, host: str, port: int, sites: list[str]) -> list[str]
             text = TEMPLATE.replace("partners = []", f"partners = {others}")
             write_atomically(folder / name / SITE, text.encode())
         new.append(name)
-    write_json(about, {"host": host, "port": port, "sites": everybody})
-    write_json(folder / "admin" / ABOUT, {"host": host, "port": port, "sites": everybody})
+    write_about(folder, {"host": host, "port": port, "sites": everybody})
     return new
+
+
+def write_about(folder: Path, about: dict[str, Any]) -> None:
+    """What the federation is, for the coordinator and for whoever submits."""
+    for path in (folder / ABOUT, folder / "admin" / ABOUT):
+        write_json(path, about)
+
+
+def check_site_name(name: str, host: str = "") -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", name) or name in ("server", "admin", "authority", host):
+        raise ConfigError(f'site "{name}": use letters, digits, "-" and "_"; not server, admin or authority')
 
 
 def write_kits(folder: Path, host: str, port: int, sites: list[str]) -> Path:
@@ -188,18 +199,22 @@ def require_flare() -> None:
 
 def certificate_ends(folder: Path) -> dict[str, float]:
     """When the certificates of the participants whose folder is here expire, as seconds since 1970."""
-    about = _about(folder)
+    about = coordinator_about(folder)
     times = {name: certificate_end(folder / name / KIT) for name in ("server", *about["sites"], "admin")}
     return {name: end for name, end in times.items() if end is not None}
 
 
 def renew_certificate(folder: Path, name: str) -> Path:
     """A new key and certificate of a participant, from the same authority; returns the kit to send."""
-    about = _about(folder)
+    about = coordinator_about(folder)
     subject = _subject(about, name)
     if name in read_revoked(folder)["names"]:
         raise RunError(f'{folder}: the certificate of "{name}" was revoked; choose another name')
     known = _state(folder)
+    if subject in known and not _has_key(known[subject]):
+        raise RunError(
+            f"{name}: its key is at the site; let it run fedtailor federation request again, then approve it"
+        )
     known.pop(subject, None)
     write_atomically(_state_file(folder), json.dumps(known).encode())
     newest = write_kits(folder, about["host"], about["port"], about["sites"])
@@ -222,7 +237,7 @@ def revoke_certificate(folder: Path, name: str) -> Path:
 
     from fedtailor.aggregation.identity import fingerprint, sign, statement_of
 
-    about = _about(folder)
+    about = coordinator_about(folder)
     subject = _subject(about, name)
     if name in ("server", "admin"):
         raise RunError(f"{folder}: {name} cannot be revoked; make a new federation")
@@ -237,12 +252,44 @@ def revoke_certificate(folder: Path, name: str) -> Path:
     key = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
     signature = sign(key, statement_of(content))
     left = [site for site in about["sites"] if site != name]
-    for path in (folder / "authority", folder / "server", *(folder / site / KIT for site in left)):
+    for path in (folder / "authority", folder / "admin", folder / "server", *(folder / site / KIT for site in left)):
         if path.is_dir():
             write_atomically(path / REVOKED, json.dumps(content | {"signature": signature.hex()}, indent=1).encode())
-    for where in (folder / ABOUT, folder / "admin" / ABOUT):
-        write_json(where, dict(about) | {"sites": left})
+    write_about(folder, dict(about) | {"sites": left})
     return folder / "authority" / REVOKED
+
+
+def _has_key(known: dict[str, str]) -> bool:
+    """Whether the private key of a participant was made here."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+
+    key: Any = serialization.load_pem_private_key(known["pri_key"].encode(), None)
+    return bool(x509.load_pem_x509_certificate(known["cert"].encode()).public_key() == key.public_key())
+
+
+def public_key_of(folder: Path, name: str) -> Any:
+    """In the latest certificate of a participant."""
+    from cryptography import x509
+
+    return x509.load_pem_x509_certificate(_state(folder)[name]["cert"].encode()).public_key()
+
+
+def store_certificate(folder: Path, name: str, public: Any) -> None:
+    """Let the authority sign a site's public key; the certificate is kept where FLARE's provisioning looks for it."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from nvflare.lighter import utils
+
+    known = _state(folder)
+    root = x509.load_pem_x509_certificate(known["root_cert"].encode())
+    key = serialization.load_pem_private_key(known["root_pri_key"].encode(), None)
+    issuer = str(root.subject.get_attributes_for_oid(x509.oid.NameOID.COMMON_NAME)[0].value)
+    certificate = utils.generate_cert(utils.Identity(name, PROJECT), utils.Identity(issuer), key, public)
+    none, _ = utils.generate_keys()  # provisioning wants a private key, and the site's is at the site
+    pem = utils.serialize_pri_key(none).decode()
+    known[name] = {"cert": utils.serialize_cert(certificate).decode(), "pri_key": pem}
+    write_atomically(_state_file(folder), json.dumps(known).encode())
 
 
 def read_revoked(folder: Path) -> dict[str, list[str]]:
@@ -270,7 +317,7 @@ def _state(folder: Path) -> dict[str, Any]:
     return known
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def coordinator_about(folder: Path) -> dict[str, Any]:
     if not (folder / ABOUT).exists() or not (folder / "authority").is_dir():
         raise RunError(f"{folder}: not the coordinator's folder; it has no authority")
     return dict(read_json(folder / ABOUT))

@@ -8,10 +8,12 @@ second: its timers share one thread here. It makes room for a message of any dec
 from __future__ import annotations
 
 import gc
+import getpass
 import heapq
 import json
 import logging
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -33,8 +35,9 @@ from nvflare.private.fed.server.server_commands import ServerCommands
 from fedtailor.errors import RetryableError, RunError, UserError
 from fedtailor.flare.background import in_thread
 from fedtailor.flare.job_progress import CONNECTING, FINISHING, GREETING, STARTING, TRAINING, JobProgress
-from fedtailor.flare.kits import ADMIN, KIT, SERVER_FOLDER, SITE_FILE
+from fedtailor.flare.kits import ADMIN, KIT, RUNS, SERVER_FOLDER, SITE, SITE_FILE
 from fedtailor.flare.participation import SITES, SiteRecord, read_sites
+from fedtailor.flare.revocations import read_list
 
 if TYPE_CHECKING:
     from fedtailor.experiments.config import RunConfig
@@ -169,10 +172,11 @@ class Participant:
 
     @collab.init
     def start(self) -> None:
-        """Read site.toml; its path is in the environment of the site's process."""
+        """Read site.toml; its path is in the environment of the site's process, or it is in FLARE's folder `local`."""
         from fedtailor.flare.site import SiteService, read_site
 
-        self._service = SiteService(read_site(Path(os.environ[SITE_FILE])), collab.site_name)
+        file = os.environ.get(SITE_FILE) or Path(collab.workspace.get_root_dir()) / "local" / SITE
+        self._service = SiteService(read_site(Path(file)), collab.site_name)
 
     @collab.publish
     def call(self, request: bytes) -> bytes:
@@ -186,23 +190,36 @@ class Participant:
 class Coordinator:
     """What runs at the server: the rounds of one run, from its last checkpoint to its end."""
 
-    def __init__(self, run: str, config: str, named: Sequence[str] = (), least: int = 0) -> None:
+    def __init__(
+        self,
+        run: str,
+        config: str,
+        named: Sequence[str] = (),
+        least: int = 0,
+        revoked: str = "{}",
+        submitter: str = "",
+    ) -> None:
         self.run = run
         self.config = config  # JSON: FLARE would read tables in it as components
         self.named = list(named)  # sites that are expected
         self.least = least
+        self.revoked = revoked  # JSON: the authority's signed list, as the administrator has it
+        self.submitter = submitter
 
     @collab.main
     def main(self) -> None:
         """FLARE calls it when all sites of the job are ready."""
         from fedtailor.experiments.config import parse
+        from fedtailor.flare.revocations import accept_list
         from fedtailor.flare.server import coordinate
 
-        log, link, root = logging.getLogger("fedtailor"), _Collab(), Path(os.environ[SERVER_FOLDER])
+        log, link = logging.getLogger("fedtailor"), _Collab()
+        root = Path(os.environ.get(SERVER_FOLDER) or Path(collab.workspace.get_root_dir()) / RUNS)
         BOARD.begin(link, len(set(self.named) | set(link.sites)))
         try:
             config = parse(json.loads(self.config))
-            coordinate(link, config, self.run, root, BOARD.listen, tuple(self.named), self.least)
+            accept_list(root.parent, root.parent / KIT, json.loads(self.revoked))
+            coordinate(link, config, self.run, root, BOARD.listen, tuple(self.named), self.least, self.submitter)
         except UserError as error:
             log.error("%s %s", WAITS if isinstance(error, RetryableError) else STOPS, error)
             raise
@@ -277,12 +294,10 @@ class _Recipe(CollabRecipe):
         return []
 
 
-def write_job(
-    run: str, config: dict[str, Any], sites: int, folder: Path, named: Sequence[str] = (), least: int = 0
-) -> Path:
-    """Write a job, class names and configuration, for at least so many sites; returns its folder."""
-    server = Coordinator(run, json.dumps(config), named, least)
-    recipe = _Recipe(job_name=run, server=server, client=Participant(), min_clients=sites)
+def write_job(run: str, server: Coordinator, folder: Path) -> Path:
+    """Write a job, class names and configuration; returns its folder."""
+    # FLARE's own minimum is one: with more, a job would wait for a site that has just left
+    recipe = _Recipe(job_name=run, server=server, client=Participant(), min_clients=1)
     recipe._job.set_app_packages(["fedtailor"])
     recipe.add_client_config(CLIENT_CONFIG)
     recipe.add_server_config(SERVER_CONFIG)
@@ -330,6 +345,10 @@ class AdminSession:
 
     def abort(self, job: str) -> None:
         self._session.abort_job(job)
+
+    def disable(self, site: str) -> None:
+        """Let the server end the connection of a site, and admit it no more."""
+        self._session.disable_client(site)
 
     def progress(self, job: str) -> JobProgress | None:
         """How far a job is, if its server's half runs."""
@@ -382,6 +401,13 @@ def _within(seconds: float, work: Callable[..., Any], *args: Any, **options: Any
 
 class Unreachable(ConnectionError):
     """The server cannot be reached."""
+
+
+def asker() -> str:
+    """Who submits, for the people at the sites: the server passes it on."""
+    with suppress(OSError, KeyError):
+        return f"{getpass.getuser()} on {socket.gethostname()}, as {ADMIN}"
+    return ADMIN
 
 
 @dataclass
@@ -452,9 +478,9 @@ class Launcher:
         if missing:
             self.say(f"without {', '.join(sorted(missing))}: not connected within {self.patience:.0f} s")
         with tempfile.TemporaryDirectory() as folder:
-            # FLARE's own minimum is one: with more, a job would wait for a site that has just left
-            written = write_job(self.run, self.config.plain(), 1, Path(folder), self.sites, self.least)
-            job = session.submit(written)
+            revoked = json.dumps(read_list(self.admin))
+            server = Coordinator(self.run, json.dumps(self.config.plain()), self.sites, self.least, revoked, asker())
+            job = session.submit(write_job(self.run, server, Path(folder)))
         self.say(f"{self.run}: submitted to {', '.join(sorted(connected))}")
         return job
 

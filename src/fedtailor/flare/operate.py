@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,10 +35,12 @@ from fedtailor.flare.kits import (
     read_condition,
     write_plain_json,
 )
-from fedtailor.flare.participation import SITES, attendance_words, read_sites
+from fedtailor.flare.participation import SITES, attendance_words, read_sites, rounds_taken
+from fedtailor.flare.policy import spent_epsilon
 from fedtailor.flare.site import AUDIT, kept_runs, read_participation, read_site
 
 PID, LOG = "process.json", "log.txt"
+JOB_FOLDER = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 MEMORY = {"MALLOC_ARENA_MAX": "2"}  # or each of FLARE's many threads fragments an arena of its own
 TRIAL_ENDS = 1.0  # seconds that the participants of a trial have to end
 EXPIRES_SOON, DISK_FULL = 30 * 86400, 2**30  # seconds to the end of a certificate, bytes free
@@ -105,6 +109,7 @@ def start_participant(role: str, folder: Path) -> int:
     if role == "server" and service.is_taken(address := service.read_address(folder / KIT)):
         raise RunError(f"{folder}: another program listens on {address.target}; end it, or make a federation elsewhere")
     rotate_log(folder / LOG)
+    prune_jobs(folder / KIT)
     with (folder / LOG).open("ab") as log:
         process = subprocess.Popen(
             how.command,
@@ -173,6 +178,13 @@ def rotate_log(log: Path, most: int = 10 * 2**20, keep: int = 3) -> None:
     first = log.with_name(f"{log.name}.1")
     first.write_bytes(log.read_bytes())
     os.truncate(log, 0)
+
+
+def prune_jobs(kit: Path, keep: int = 20) -> None:
+    """Delete FLARE's folders of all but the latest jobs: logs and the class names of a job, of which many gather."""
+    jobs = [path for path in kit.glob("*-*-*-*-*") if JOB_FOLDER.fullmatch(path.name) and path.is_dir()]
+    for path in sorted(jobs, key=lambda path: path.stat().st_mtime, reverse=True)[keep:]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def stop_participant(folder: Path, seconds: float = 5.0) -> bool:
@@ -277,6 +289,7 @@ class RunStatus:
     of: int
     is_finished: bool
     sites: dict[str, dict[str, Any]]
+    figures: dict[str, float] = field(default_factory=dict)  # seconds, faults, abandoned, up, down, epsilon so far
 
 
 @dataclass(frozen=True)
@@ -293,6 +306,8 @@ class Status:
     messages: int = 0
     refusals: int = 0
     last_message: float | None = None
+    left: int = 0  # bytes of replies
+    epsilon: float | None = None  # spent of a site's budget
     fault: str = ""  # why its connection to the server, or the server's service, does not work
 
 
@@ -314,7 +329,10 @@ def read_status(folder: Path, *, asks: bool = True) -> Status:
     last = datetime.fromisoformat(lines[-1]["time"]).timestamp() if lines else None
     refused = sum("refused" in line for line in lines)
     known, state = kept_runs(private), read_participation(private)["state"]
-    return Status(folder.name, "site", process, about, [], state, known, len(lines), refused, last, fault)
+    left = sum(line["left"]["bytes"] for line in lines if "left" in line)
+    spent = spent_epsilon(private)
+    counts = (len(lines), refused, last, left, spent)
+    return Status(folder.name, "site", process, about, [], state, known, *counts, fault)
 
 
 def service_fault(folder: Path, process: int) -> str:
@@ -330,7 +348,19 @@ def service_fault(folder: Path, process: int) -> str:
 def _run(path: Path) -> RunStatus:
     run = RunFolder.open(path)
     known = {site: dict(about) for site, about in read_sites(path / SITES).items()}
-    return RunStatus(path.name, len(run.metrics()), run.config.rounds, (path / RESULTS).exists(), known)
+    lines = run.metrics()
+    return RunStatus(path.name, len(lines), run.config.rounds, (path / RESULTS).exists(), known, _figures(lines))
+
+
+def _figures(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """Sums over the rounds of a run; bytes and epsilon are recorded as sums."""
+    latest = lines[-1] if lines else {}
+    known = {key: float(latest[key]) for key in ("up", "down", "epsilon") if isinstance(latest.get(key), int | float)}
+    return known | {
+        "seconds": sum(float(line.get("seconds", 0.0)) for line in lines),
+        "faults": float(sum(len(line.get("faults", [])) for line in lines)),
+        "abandoned": float(sum("abandoned" in line for line in lines)),
+    }
 
 
 def status_lines(status: Status, now: float | None = None) -> list[str]:
@@ -361,6 +391,17 @@ def problems(status: Status, now: float | None = None) -> list[str]:
     return messages + [f"{status.name}: {problem}" for problem in condition_problems(status.condition, now)]
 
 
+RUN_METRICS = {  # by name: the figure of a run, and what it is
+    "round_seconds_total": ("seconds", "Seconds of all rounds of a run."),
+    "faults_total": ("faults", "Replies of a run that were missing or could not be used."),
+    "abandoned_total": ("abandoned", "Rounds of a run that were abandoned."),
+    "up_bytes_total": ("up", "Bytes of tensors from the sites of a run."),
+    "down_bytes_total": ("down", "Bytes of tensors to the sites of a run."),
+    "run_epsilon": ("epsilon", "Epsilon of the noise that the server adds in a run."),
+    "run_finished": ("", "Whether a run is finished."),
+}
+
+
 def prometheus_text(status: Status, now: float | None = None) -> str:
     """The status in Prometheus' text format, for the textfile collector."""
     now = time.time() if now is None else now
@@ -372,19 +413,33 @@ def prometheus_text(status: Status, now: float | None = None) -> str:
     ]
     if (ends := status.condition["certificate_ends"]) is not None:
         lines.append(_metric("certificate_seconds", "Seconds until the certificate ends.", {who: ends - now}))
+        lines.append(_metric("certificate_days", "Days until the certificate ends.", {who: (ends - now) / 86400}))
     if status.role == "site":
         lines.append(_metric("messages_total", "Messages answered or refused.", {who: float(status.messages)}))
         lines.append(_metric("refusals_total", "Messages that were refused.", {who: float(status.refusals)}))
-    rounds, seen, skew = {}, {}, {}
+        lines.append(_metric("left_bytes_total", "Bytes of replies that left.", {who: float(status.left)}))
+        if status.epsilon is not None:
+            lines.append(_metric("epsilon", "Epsilon that is spent of the site's budget.", {who: status.epsilon}))
+    rounds, seen, skew, missed = {}, {}, {}, {}
+    figures: dict[str, dict[str, float]] = {name: {} for name in RUN_METRICS}
     for run in status.runs:
-        rounds[f'{{run="{_label(run.name)}"}}'] = float(run.rounds)
+        label = f'{{run="{_label(run.name)}"}}'
+        rounds[label] = float(run.rounds)
+        for name, (key, _) in RUN_METRICS.items():
+            if key in run.figures:
+                figures[name][label] = run.figures[key]
+        figures["run_finished"][label] = float(run.is_finished)
         for site, about in run.sites.items():
             label = f'{{run="{_label(run.name)}",site="{_label(site)}"}}'
             if isinstance(about.get("seen"), int | float):
                 seen[label] = now - about["seen"]
             if isinstance(about.get("now"), int | float) and isinstance(about.get("asked"), int | float):
                 skew[label] = about["now"] - about["asked"]
+            if about.get("history"):
+                missed[label] = float(about["round"] - rounds_taken(about))
     lines += [_metric("rounds_total", "Rounds that were recorded.", rounds)]
+    lines += [_metric(name, text, figures[name]) for name, (_, text) in RUN_METRICS.items()]
+    lines += [_metric("site_missed_rounds", "Rounds of a run in which a site took no part.", missed)]
     lines += [_metric("site_seen_seconds", "Seconds since a site last answered the server.", seen)]
     lines += [_metric("site_clock_seconds", "Clock of a site minus that of the server.", skew)]
     return "".join(lines)

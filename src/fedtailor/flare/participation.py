@@ -15,10 +15,10 @@ SITES = "sites.json"  # in the folder of a run
 CONDITION = ("version", "torch", "now", "free", "certificate_ends")  # what a site reports of itself
 WRITE_EVERY = 5.0  # seconds between two writes of SITES
 TOOK_PART = "took part"
-PAUSED, LEFT, REFUSED = "paused", "left", "refused"  # what a site says of itself
+PAUSED, LEFT, WAITING, REFUSED = "paused", "left", "waiting", "refused"  # what a site says of itself
 SILENT, LATE, EXPELLED = "silent", "late", "revoked"
 REJECTED, ABANDONED, NOT_ASKED = "rejected", "abandoned", "not asked"
-SAID = (PAUSED, LEFT)  # by a site, in a refusal
+SAID = (PAUSED, LEFT, WAITING)  # by a site, in a refusal
 PRESENT = (TOOK_PART, LATE, NOT_ASKED)  # states in which a site has not missed a round
 LONGEST = 200  # characters of a reason
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -83,6 +83,19 @@ class Budget(BaseModel):
     )
     calls_per_day: int = Field(default=1_000_000, ge=1, description="Calls that all runs of a day may need.")
     calls_in_all: int = Field(default=20_000_000, ge=1, description="Calls that all runs ever may need.")
+    runs_per_day: int = Field(default=200, ge=1, description="Runs that may begin on a day.")
+    runs_in_all: int = Field(default=10_000, ge=1, description="Runs that may ever begin.")
+    rounds_per_day: int = Field(default=50_000, ge=1, description="Rounds that all runs of a day may have.")
+    rounds_in_all: int = Field(default=5_000_000, ge=1, description="Rounds that all runs ever may have.")
+    megabytes_per_day: float = Field(default=100_000, gt=0, description="Megabytes of replies that leave on a day.")
+    megabytes_in_all: float = Field(default=10_000_000, gt=0, description="Megabytes of replies that ever leave.")
+    hours_per_day: float = Field(default=24, gt=0, description="Hours of computing on a day.")
+    hours_in_all: float = Field(default=100_000, gt=0, description="Hours of computing in all.")
+    memory_mb: int = Field(
+        default=0,
+        ge=0,
+        description="Megabytes of memory of a run's process; with more, it answers no more. 0: any.",
+    )
     limited_replies: int = Field(
         default=50,
         ge=0,
@@ -145,6 +158,10 @@ class Policy(BaseModel):
     )
     min_samples: int = Field(default=20, ge=1, description="Minimum training samples; with fewer, nothing leaves.")
     max_rounds: int = Field(default=1000, ge=1, description="Maximum rounds per run.")
+    approve: Literal["policy", "ask"] = Field(
+        default="policy",
+        description="Whether a run that the policy allows begins by itself, or waits until a person has said yes.",
+    )
     reasons: bool = Field(
         default=True, description="Whether a refusal tells the server which rule it breaks; the audit log has it."
     )
@@ -277,15 +294,16 @@ class SiteLedger:
         booked = content["runs"]
         if run in booked:
             return
-        for what, amount in (("calls", need.calls), ("evaluations", need.evaluations)):
-            in_all = sum(its[what] for its in booked.values())
-            of_today = sum(its[what] for its in booked.values() if its["day"] == self.today)
+        needs = {"calls": need.calls, "evaluations": need.evaluations, "runs": 1, "rounds": need.last - need.first}
+        for what, amount in needs.items():
+            in_all = sum(its.get(what, 0) for its in booked.values())
+            of_today = sum(its.get(what, 0) for its in booked.values() if its["day"] == self.today)
             for limit, spent, when in (("per_day", of_today, "today"), ("in_all", in_all, "in all")):
                 most = getattr(self.budget, f"{what}_{limit}")
                 if amount and spent + amount > most:
                     left = max(most - spent, 0)
                     raise Refused(f"the run may need {amount} {what}; of {most} {when} the policy has {left} left")
-        booked[run] = {"day": self.today, "calls": need.calls, "evaluations": need.evaluations}
+        booked[run] = {"day": self.today} | needs
         write_json(self.path, content)
 
     def count_limited(self) -> None:
@@ -405,6 +423,12 @@ def _read_account(path: Path) -> dict[str, Any] | None:
     if count > (0 if account is None else sum(times for _, times in account["replies"])):
         raise RunError(f"{path}: missing or older than {beside.name}; restore it: it holds what is spent")
     return account
+
+
+def spent_epsilon(folder: Path) -> float | None:
+    """What is spent of a site's privacy budget; None without an account."""
+    account = _read_account(folder / ACCOUNT)
+    return None if account is None else float(account["epsilon"])
 
 
 def account_text(folder: Path) -> str:

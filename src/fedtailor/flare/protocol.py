@@ -73,9 +73,9 @@ def promise(experiment: Experiment) -> dict[str, Any]:
     return plain
 
 
-def digest(value: Any) -> str:
-    """A short hash of a JSON value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def digest(value: Any, digits: int = 16) -> str:
+    """A hash of a JSON value: short, to be shown; where somebody could look for two with the same, of 64 digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:digits]
 
 
 def other_code(config: RunConfig) -> list[str]:
@@ -137,6 +137,8 @@ class HelloRequest(_Operation):
     rounds: Whole
     seed: Annotated[int, Field(ge=0, le=2**63)]
     code: Annotated[list[Text], Field(max_length=100)] = []
+    submitter: Text = ""  # who asks for the run, as the server has been told
+    revoked: dict[str, Any] = {}  # the authority's signed list, if there is one
 
 
 class StartRequest(_Operation):

@@ -11,9 +11,10 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +41,7 @@ from fedtailor.experiments.model_description import refuse_large
 from fedtailor.experiments.sections import CheckpointSection
 from fedtailor.experiments.store import ABOUT, CONFIG, RunFolder, read_json, write_json
 from fedtailor.flare.background import in_thread
-from fedtailor.flare.kits import KIT, REVOKED
+from fedtailor.flare.kits import KIT
 from fedtailor.flare.participation import (
     ABANDONED,
     EXPELLED,
@@ -52,16 +53,19 @@ from fedtailor.flare.participation import (
     SILENT,
     SITES,
     TOOK_PART,
+    WAITING,
     Attended,
     Participation,
 )
 from fedtailor.flare.protocol import ENVELOPE, PING, PROTOCOL, config_for, hello_fault, other_code, promise, unset_keys
+from fedtailor.flare.revocations import read_list, revoked_in
 from fedtailor.version import __version__
 
 ROSTER = "federation.json"  # in the folder of a run
 TRIES = 3  # of a request whose connection broke; its number makes repeating it harmless
 LONGEST_HEADER = 2**24  # bytes of an answer that has no tensors
 MOST_NUMBERS = 2**30  # of a model, whose sizes follow from what sites say of their data
+ASK_AGAIN = 5.0  # seconds between two questions whether a person has approved the run
 SPOILED = 2  # rounds that are abandoned for a site's answers, until the run goes on without it
 
 
@@ -85,7 +89,7 @@ class SiteRpc:
         self.silence = silence
         self.away: dict[str, str] = {}  # site -> why
         self.states: dict[str, str] = {}  # of sites that are away, in the words of `participation`
-        self._out = set[str]()  # left out for good: not pinged again
+        self.out = set[str]()  # left out for good: not pinged again
         self._session = secrets.token_bytes(16)
         self._numbers = dict.fromkeys(link.sites, PING)
         self._probes: dict[str, Future[Any]] = {}
@@ -154,12 +158,12 @@ class SiteRpc:
 
     def is_out(self, site: str) -> bool:
         """Whether it is left out for good."""
-        return site in self._out
+        return site in self.out
 
     def leave_out(self, site: str, why: str, state: str = REFUSED) -> None:
         """Exclude a site for good, whatever it answers later."""
         self.away[site], self.states[site] = why, state
-        self._out.add(site)
+        self.out.add(site)
 
     def absences(self) -> dict[str, Attended]:
         return {site: Attended(self.states[site], why) for site, why in self.away.items()}
@@ -171,7 +175,7 @@ class SiteRpc:
 
     def take_back(self) -> None:
         """Take back sites that answer again, and ping the others; does not wait."""
-        for site in set(self.away) - self._out:
+        for site in set(self.away) - self.out:
             probe = self._probes.get(site)
             if probe is not None and not probe.done():
                 continue
@@ -258,11 +262,13 @@ class FlareEngine(Remote):
         participation: Participation,
         needed: int = 0,
         least: int = 1,
+        revocations: Callable[[], dict[str, list[str]]] = lambda: {"names": []},
     ) -> None:
         super().__init__(experiment)
         self.participation = participation
         self.needed = needed  # sites without which the run does not begin
         self.least = least  # and no later round
+        self.revocations = revocations  # asked in every round
         self.config = config
         self.rpc = rpc
         self.schema = schema
@@ -333,9 +339,16 @@ class FlareEngine(Remote):
         if self.experiment.aggregation.reduction.is_sealed:
             header["cohort"] = sorted(self.experiment.data.clients)
         headers = {c: header | {"client": c, "config": config_for(self.config, c)} for c in self.everybody}
-        for client, answer, wrong in self._tell_each(headers):
-            if wrong:
-                self._leave_out(client, wrong, _state(answer))
+        until = time.monotonic() + self.rpc.deadline
+        while headers:
+            waiting = {}
+            for client, answer, wrong in self._tell_each(headers):
+                if wrong and _state(answer) == WAITING and time.monotonic() < until:
+                    waiting[client] = headers[client]
+                elif wrong:
+                    self._leave_out(client, wrong, _state(answer))
+            if headers := waiting:  # people take longer: a run that is submitted again asks again
+                time.sleep(min(ASK_AGAIN, self.rpc.silence / 2))
         if self.needed:
             self.participation.note_round(1, self.rpc.absences())
         _refuse_few(self.rpc, sum(self._name(c) not in self.rpc.away for c in self.everybody), self.needed)
@@ -349,6 +362,8 @@ class FlareEngine(Remote):
         self._calls.clear()
         self._round = round
         self._refusals, self._asked = {}, set()
+        for name in set(self.revocations()["names"]) - self.rpc.out:
+            self.rpc.leave_out(name, "its certificate was revoked", EXPELLED)
         self.rpc.take_back()
         self._take_late()
         until = time.monotonic() + self.rpc.deadline
@@ -498,12 +513,14 @@ def coordinate(
     listener: runner.Listener | None,
     named: Sequence[str] = (),
     least: int = 0,
+    submitter: str = "",
 ) -> RunFolder:
     """Run `name` over the sites of a link, from the checkpoint in `root` if there is one.
 
     Args:
         named: Sites that are expected: the run begins when all are there, and a round when more than half of them are.
         least: With fewer sites neither begins, in place of that.
+        submitter: Who asks for the run, for the people at the sites.
     """
     config = config.model_copy(update={"checkpoint": CheckpointSection(every=1, seconds=0)})
     if config.evaluation.unseen is not None:
@@ -520,13 +537,13 @@ def coordinate(
     old = read_json(path / ROSTER) if has_begun else None
     roster = old or {"run": f"{name}-{secrets.token_hex(4)}", "clients": [], "samples": [], "schema": None}
     participation = Participation(path / SITES, {*named, *link.sites, *roster["clients"]})
-    revoked = _revoked_names(root.parent)
+    revoked = revoked_in(root.parent, root.parent / KIT)["names"]
     for site in participation.sites:
         if site in revoked:
             rpc.leave_out(site, "its certificate was revoked", EXPELLED)
         elif site not in link.sites:
             rpc.leave_out(site, "is not connected", SILENT)
-    greetings = _hello(rpc, config, roster["run"])
+    greetings = _hello(rpc, config, roster["run"], read_list(root.parent), submitter)
     participation.note_hello(greetings)
     for site, theirs in participation.torch_versions().items():
         if site in greetings and _minor(theirs) != _minor(torch.__version__):
@@ -551,8 +568,9 @@ def coordinate(
         members = {"clients": roster["clients"], "train_samples": roster["samples"]}
         write_json(path / ABOUT, RunFolder(path).about | members)
     link.limit(longest_answer(experiment))
+    revocations = partial(revoked_in, root.parent, root.parent / KIT)
     later = least or (len(named) // 2 + 1 if named else 1)
-    engine = FlareEngine(experiment, config, rpc, roster["schema"], participation, needed, later)
+    engine = FlareEngine(experiment, config, rpc, roster["schema"], participation, needed, later, revocations)
     try:
         limits = replace(config.federation.limits, min_replies=max(config.federation.min_replies, _most(config, later)))
         return runner.train_on(engine, "flare", config, path, listener, limits)
@@ -588,17 +606,7 @@ def longest_answer(experiment: Experiment) -> int:
     return LONGEST_HEADER + max([state, *replies])
 
 
-def _revoked_names(folder: Path) -> list[str]:
-    """Sites to which nothing is sent. FLARE has no revocation list, so they can still connect."""
-    if not (folder / REVOKED).exists():
-        return []
-    from fedtailor.aggregation.identity import AUTHORITY, read_revocations
-
-    authority = folder / KIT / "startup" / AUTHORITY
-    return read_revocations(folder / REVOKED, authority.read_bytes() if authority.exists() else b"")["names"]
-
-
-def _hello(rpc: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
+def _hello(rpc: SiteRpc, config: RunConfig, run: str, revoked: dict[str, Any], submitter: str) -> dict[str, Header]:
     """What each site reports of itself; a site that refuses is left out."""
     header = {
         "op": "hello",
@@ -610,6 +618,8 @@ def _hello(rpc: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
         "rounds": config.rounds,
         "seed": config.seed,
         "code": other_code(config),
+        "submitter": submitter,
+        "revoked": revoked,
     }
     message = codec.encode(header, None)
     greetings = {}

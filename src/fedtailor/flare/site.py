@@ -7,7 +7,6 @@ its text, which may contain values of the data, goes to the audit log.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import threading
 import tomllib
@@ -21,7 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedtailor.algorithms import PROGRAMS
-from fedtailor.core import codec
+from fedtailor.core import border, codec
 from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
@@ -35,6 +34,7 @@ from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.model_description import check_options, refuse_large
 from fedtailor.experiments.store import FIT, read_json, read_tree, write_json, write_tree
+from fedtailor.flare.approval import APPROVALS, describe_run, require_approval, use_approval
 from fedtailor.flare.audit import AuditLog, read_lines
 from fedtailor.flare.kits import read_condition
 from fedtailor.flare.policy import (
@@ -62,6 +62,8 @@ from fedtailor.flare.protocol import (
     read_request,
     without_unknown,
 )
+from fedtailor.flare.quotas import SiteQuotas
+from fedtailor.flare.revocations import accept_list
 
 if TYPE_CHECKING:
     from fedtailor.aggregation.member import Opened
@@ -138,7 +140,7 @@ def set_participation(folder: Path, state: State) -> None:
 def withdraw(folder: Path, run: str) -> Path:
     """Refuse a run from now on and delete what is stored of it here; returns the path of the receipt."""
     path = folder / run
-    if Path(run).name != run or not path.is_dir() or run == RECEIPTS:
+    if Path(run).name != run or not path.is_dir() or run in (RECEIPTS, APPROVALS):
         known = ", ".join(kept_runs(folder)) or "none"
         raise RunError(f'{folder}: no run "{run}"; there are: {known}')
     record, about = read_participation(folder), _rounds_sent(folder, run)
@@ -160,7 +162,7 @@ def withdraw(folder: Path, run: str) -> Path:
 
 def kept_runs(folder: Path) -> list[str]:
     """Names of the runs of which this site has files."""
-    return sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name != RECEIPTS)
+    return sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name not in (RECEIPTS, APPROVALS))
 
 
 def _rounds_sent(folder: Path, run: str) -> dict[str, Any]:
@@ -250,6 +252,8 @@ class SiteService:
         self._data: FederatedData | None = None
         self._job: SiteJob | None = None
         self._rate = RequestRate(site.policy.budget.requests_per_minute)
+        self._approval = ""  # the request that a person has approved, until the run's first round
+        self._quotas = SiteQuotas(site.policy.budget, site.folder)
         self._ops: dict[str, Callable[[Header, bytes], bytes]] = {
             "hello": self._hello,
             "start": self._start,
@@ -287,7 +291,10 @@ class SiteService:
     def _answer_new(self, number: int, message: bytes) -> bytes:
         text: dict[str, str] = {}
         try:
-            reply = self._do(message)
+            self._quotas.check()
+            with self._quotas.computing():
+                reply = self._do(message)
+            self._quotas.count(len(reply))
         except Refused as why:
             return self._refuse(message, str(why), why.state, run=self._run, number=number)
         except Exception as error:
@@ -325,6 +332,8 @@ class SiteService:
     def _hello(self, header: Header, message: bytes) -> bytes:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", header["run"]):
             raise Refused(f'"{header["run"]}" cannot be the name of a run')
+        if accept_list(self.site.kit, self.site.kit, header.get("revoked", {})):
+            self.audit.write_line({"revoked": header["revoked"]["names"]})
         check_participation(self.site.folder, header["run"])
         self._end_job()
         self._run, self._announced = header["run"], header
@@ -378,6 +387,12 @@ class SiteService:
         agreed = {part: its for part, its in mine.items() if part != "options"}  # which the configuration has
         identity = {"promise": digest(agreed), "config": config.plain(), "cohort": sorted(cohort)}
         need = RunNeed.of(policy.budget, experiment, config.rounds, has_metrics=policy.sends_metrics)
+        if policy.approve == "ask":
+            asker = border.plain_text(self._announced.get("submitter", "")) or "the server"
+            what = describe_run(config, experiment, self.site, need, asker)
+            whole = digest({"config": config.plain(), "promise": mine}, 64)
+            what |= {"digest": whole}
+            self._approval = require_approval(self.site.folder, self.site.kit, self._run, what)
         if not (folder / RUN).exists():
             need.check(policy.budget)
             SiteLedger(policy.budget, self.site.folder).book(self._run, need)
@@ -387,8 +402,8 @@ class SiteService:
         torch.set_num_threads(config.federation.threads or 1)
         party = None
         if is_sealed:
-            same = json.dumps([self._run, header["config"], header["schema"], mine], sort_keys=True)
-            run = hashlib.sha256(same.encode()).hexdigest()  # sites that were told other things sum nothing together
+            # sites that were told other things sum nothing together
+            run = digest([self._run, header["config"], header["schema"], mine], 64)
             party = make_party(self.site.kit, policy, self.name, run, header["client"], folder)
         is_silent = is_sealed or policy.budget.privacy.epsilon > 0
         client = Client(experiment, 0, self._describe_error, party, cohort, self._conceal if is_silent else None)
@@ -446,6 +461,9 @@ class SiteService:
     def _begin(self, header: Header, message: bytes) -> bytes:
         job = self._running_job
         job.round = None  # until all of this has succeeded
+        if self._approval:
+            use_approval(self.site.folder, self._approval, self._run)
+            self._approval = ""
         job.spent.begin(header["round"])
         job.go_to(header["kept"])
         if job.opened is not None:

@@ -23,6 +23,7 @@ from fedtailor.numerics import forward_mode, profiled_deviance
 from fedtailor.numerics.cross_products import factor_of, lower_entries
 
 Floats = NDArray[np.float64]
+ZERO_SD = 1e-10  # of a standard deviation, in parts of the residual one: it is 0
 TINY_SD = 1e-4  # a standard deviation below this part of the residual one is on the boundary
 INFORMATION = 1e-6  # of a coefficient, per row in units of its column: with less it has no finite estimate
 LOGISTIC = math.pi**2 / 3  # variance of the logistic distribution
@@ -30,8 +31,6 @@ LOGISTIC = math.pi**2 / 3  # variance of the logistic distribution
 
 @dataclass(frozen=True)
 class Coefficient:
-    """A fixed effect."""
-
     term: str
     estimate: float
     error: float
@@ -70,8 +69,6 @@ class Mode:
 
 @dataclass(frozen=True)
 class Estimates:
-    """A fitted model."""
-
     formula: str
     family: str
     method: str
@@ -156,7 +153,8 @@ def random_parts(
     names += [(design.group, n) for block in design.nested for n in block]
     covariance = relative @ relative.T * scaled.spread[:, None] * scaled.spread
     covariance = covariance / scaled.response**2 * (sigma or 1.0) ** 2
-    deviations, parts = np.sqrt(np.diag(covariance)), []
+    is_zero = np.sqrt(np.diag(relative @ relative.T)) < ZERO_SD
+    deviations, parts = np.where(is_zero, 0.0, np.sqrt(np.diag(covariance))), list[Any]()
     blocks = tuple(len(b) for b in (*design.random, *design.nested))
     for k, target in enumerate(targets(blocks, sigma is not None)):
         low, high = (None, None) if ends is None else map(float, ends[k])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import polars as pl
 from scipy import stats  # type: ignore[import-untyped]
 
 from fedtailor.inference.estimates import Coefficient, Estimates, RandomPart
-
-if TYPE_CHECKING:
-    import polars as pl
 
 FAMILY = {"gaussian": "linear", "binomial": "binomial, logit", "poisson": "Poisson, log", "cox": "Cox, strata: sites"}
 LEAST_P = 0.001  # in a table for a paper
@@ -105,8 +103,6 @@ def _fixed_row(c: Coefficient, has_ratio: bool) -> list[str]:
 
 
 def frame_of(e: Estimates) -> pl.DataFrame:
-    import polars as pl
-
     columns: dict[str, list[Any]] = {
         "term": [c.term for c in e.coefficients],
         "estimate": [c.estimate for c in e.coefficients],
@@ -121,16 +117,12 @@ def frame_of(e: Estimates) -> pl.DataFrame:
 
 
 def random_frame_of(e: Estimates) -> pl.DataFrame:
-    import polars as pl
-
     kinds: dict[str, Any] = dict.fromkeys(("group", "term", "kind"), pl.String)
     kinds |= dict.fromkeys(("estimate", "low", "high"), pl.Float64)
     return pl.DataFrame([asdict(part) for part in e.random], schema=kinds)
 
 
 def modes_frame_of(e: Estimates) -> pl.DataFrame:
-    import polars as pl
-
     kinds: dict[str, Any] = dict.fromkeys(("site", "term"), pl.String)
     kinds |= dict.fromkeys(("estimate", "error", "low", "high", "coefficient", "shrinkage"), pl.Float64)
     return pl.DataFrame([asdict(mode) for mode in e.modes], schema=kinds)

@@ -15,17 +15,22 @@ from fedtailor.metrics.summary import summarise
 from fedtailor.report.compare_page import citations, configuration, left_out, places, runs_in, task_sections, tasks_of
 from fedtailor.report.formatting import count, format_gain, label, percent, value
 from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
-from fedtailor.studies.result_tables import number
+from fedtailor.studies.result_tables import metric_name, number
 from fedtailor.tables.coefficients import INTERCEPT
 from fedtailor.tables.effects import EFFECTS
 from fedtailor.tables.site_metrics import is_noise
 from fedtailor.tables.words import (
+    LOG,
+    LOG_ODDS,
     importance_sentences,
+    is_factor,
     join_names,
     model_sentence,
     sharing_sentences,
     sharing_words,
     size_words,
+    term_name,
+    what_leaves,
 )
 
 OWN = ("Local", "alone", "trees alone")
@@ -88,7 +93,7 @@ def story(record: dict[str, Any], effects: dict[str, Any], more: Sequence[str] =
     rows = [row for row in record["sites"].values() if row.get("gain_ci")]
     better, worse = (sum(sign * row["gain_ci"][k] > 0 for row in rows) for k, sign in ((0, 1), (1, -1)))
     tiles = {
-        "personal": ("Personal models", f"mean test {metric} over sites"),
+        "personal": ("Personal models", f"mean test {metric_name(metric)} over sites"),
         "alone": ("Alone", "each site's best own model"),
         "common": ("In common", "one model for all"),
         "baseline": ("Baseline", "each site's mean, or shares of its classes"),
@@ -111,7 +116,8 @@ def in_federation(record: dict[str, Any]) -> str:
     if row["served"] in OWN:
         return f"{site} keeps its own model: the federation's did not help it by more than its uncertainty."
     alone, personal = value(metric, row["alone"]), value(metric, row["personal"])
-    figures = f"test {metric} is {alone} with its best model alone and {personal} with the model it is served by"
+    of = f"test {metric_name(metric)}"
+    figures = f"{of} is {alone} with its best model alone and {personal} with the model it is served by"
     return f"{site} is served by {row['served']}, of a fit with the other sites of its federation: {figures}."
 
 
@@ -127,16 +133,18 @@ def headline(record: dict[str, Any]) -> str:
         every = "Both sites keep" if len(sites) == 2 else f"All {len(sites)} sites keep"
         return f"{every} their own model: sharing did not help any of them by more than its uncertainty."
     alone, personal = value(metric, means["alone"]), value(metric, means["personal"])
-    figures = f"mean test {metric} is {alone} with each site's best model alone and {personal} with personal models"
+    of = f"mean test {metric_name(metric)}"
+    figures = f"{of} is {alone} with each site's best model alone and {personal} with personal models"
     if estimate["ci"] is None or not math.isfinite(estimate["gain"]):
         return f"There are too few test rows to say whether sharing pays: {figures}."
     low, high = estimate["ci"]
     bounds = f"95 % confidence interval of the gain: {number(metric, low)} to {number(metric, high)}"
     if is_noise(estimate["ci"]):
         return f"Sharing makes no significant difference: {figures} ({bounds})."
-    part = abs(estimate["gain"] / means["alone"]) if means["alone"] else math.nan
     how = "better" if estimate["gain"] > 0 else "worse"
-    size = format_gain(metric, abs(estimate["gain"])).lstrip("+") if metric == "accuracy" else f"{100 * part:.1f} %"
+    size = format_gain(metric, abs(estimate["gain"])).lstrip("+")
+    if metric != "accuracy" and means["alone"]:
+        bounds = f"{100 * abs(estimate['gain'] / means['alone']):.1f} %; {bounds}"
     return f"Sharing {'pays' if estimate['gain'] > 0 else 'did harm'}: {figures}, {size} {how} ({bounds})."
 
 
@@ -196,7 +204,7 @@ def levels(record: dict[str, Any]) -> Chart | None:
     return Chart(
         "levels",
         "intervals",
-        f"Mean test {metric} of the sites: {better} is better",
+        f"Mean test {metric_name(metric)} of the sites: {better} is better",
         "; ".join(f"{name} {value(metric, x)}" for name, x, *_ in rows) + ".",
         ("model", metric, "low", "high"),
         rows,
@@ -212,18 +220,22 @@ def summary(record: dict[str, Any], failed: Sequence[str] = ()) -> PageSection:
     text = (
         f"{count(len(rows), 'site')} predict {record['target'] or 'the target'} with the model {record['model']}. "
         + served_sentence([row["served"] for row in rows.values()]),
-        f"On test data, which no choice has seen, mean {metric} is {value(metric, means['alone'])} when each site "
-        f"trains alone, {value(metric, means['common'])} with one common model and "
+        f"On test data, which no choice has seen, mean {metric_name(metric)} is {value(metric, means['alone'])} when "
+        f"each site trains alone, {value(metric, means['common'])} with one common model and "
         f"{value(metric, means['personal'])} with personal models.",
         *left_out(failed),
     )
-    figures = (
-        KeyFigure(f"Test {metric}", value(metric, means["personal"]), "mean of sites, personalized"),
-        KeyFigure("Alone", value(metric, means["alone"]), "each site's own data only"),
-        KeyFigure("In common", value(metric, means["common"]), "one model for all"),
-        KeyFigure("Hurt", f"{100 * record['hurt']:.0f} %", "sites worse off than alone"),
-    )
-    return PageSection("summary", "Summary", text, figures)
+    tiles = {
+        "personal": (f"Test {metric_name(metric)}", "mean of sites, personalized"),
+        "alone": ("Alone", "each site's own data only"),
+        "common": ("In common", "one model for all"),
+    }
+    figures = [KeyFigure(name, value(metric, means[key]), note) for key, (name, note) in tiles.items()]
+    figures += [KeyFigure("Hurt", f"{100 * record['hurt']:.0f} %", "sites worse off than alone")]
+    has_rows = all(math.isfinite(means[key]) for key in tiles)
+    if not has_rows:
+        text = (text[0], "There are no test rows, so nothing is compared.", *text[2:])
+    return PageSection("summary", "Summary", text, tuple(figures) if has_rows else ())
 
 
 def served_sentence(served: list[str]) -> str:
@@ -261,12 +273,13 @@ def sites(record: dict[str, Any]) -> PageSection:
         size = TableCell(f"{row['train']:,}", row["train"])
         rows.append((TableCell(name, name), size, *figures, *sure, TableCell(row["served"], row["served"])))
         gain = row["personal"] - row["alone"] if record["higher_is_better"] else row["alone"] - row["personal"]
-        drawn.append((name, gain, row["served"]))
+        drawn.append((name, gain, *(row.get("gain_ci") or (None, None)), row["served"]))
     unit = " %" if metric == "accuracy" else ""
     is_sure = any("gain_ci" in row for row in record["sites"].values())
     columns = ("site", "training rows", f"alone{unit}", f"in common{unit}", f"personalized{unit}")
     columns = (*columns, *(("gain over alone",) if is_sure else ()), "served by")
-    of = f"Test {metric}" + (f", in the units of {record['target']}" if metric == "rmse" and record["target"] else "")
+    units = f", in the units of {record['target']}" if metric == "rmse" and record["target"] else ""
+    of = f"Test {metric_name(metric)}{units}"
     is_table = "differences" in record
     how = (
         "A site is served by a blend of models or, if its best model alone is better on rows held out of training, by "
@@ -279,19 +292,21 @@ def sites(record: dict[str, Any]) -> PageSection:
     is_many = len(rows) > MANY
     if is_many:
         drawn.sort(key=lambda each: (math.isnan(each[1]), -each[1]))
+    lines = {"low": "low", "high": "high"} if is_sure else {}
     chart = Chart(
         "site-gains",
-        "bars",
-        "Gain of each site over training alone",
-        "One bar per site: " + ", ".join(f"{name} {format_gain(metric, g)}" for name, g, _ in drawn) + ".",
-        ("site", "gain", "served by"),
+        "intervals" if is_sure else "bars",
+        "Gain of each site over its best model alone",
+        "Gains by site: " + ", ".join(f"{name} {format_gain(metric, gain)}" for name, gain, *_ in drawn) + ".",
+        ("site", "gain", "low", "high", "served by"),
         drawn,
-        {"x": "gain", "name": "site", "xlabel": f"gain in {label(metric)}"}
-        | {"percent": ["gain"] if metric == "accuracy" else [], "rank": "sites, by gain", "diverging": True},
-        "0 where the site is served by its own model.",
+        {"x": "gain", "name": "site", "xlabel": f"gain in {label(metric)}", **lines}
+        | {"percent": percent(metric, "gain", "low", "high"), "rank": "sites, by gain", "diverging": True},
+        ("Lines are 95 % confidence intervals; a site with too few test rows has none. " if is_sure else "")
+        + "0 where the site is served by its own model.",
     )
     table = PageTable("At each site", columns, rows, sortable=True, folded=is_many and is_table, wraps=True)
-    charts = (chart,) if any(math.isfinite(gain) and gain for _, gain, _ in drawn) else ()
+    charts = (chart,) if any(math.isfinite(gain) and gain for _, gain, *_ in drawn) else ()
     return PageSection("sites", "Sites", text, fairness(record), charts, (table,), tables_first=not is_many)
 
 
@@ -301,13 +316,15 @@ def fairness(record: dict[str, Any]) -> tuple[KeyFigure, ...]:
     if not measures or len(rows) == 1:
         return ()
     higher = record["higher_is_better"]
-    alone = summarise([row["alone"] for row in rows], higher_is_better=higher)
+    sure = [row for row in rows if row.get("gain_ci") is not None] or list(rows)  # the sites of the other figures
+    alone = summarise([row["alone"] for row in sure], higher_is_better=higher)
+    of = "" if len(sure) == len(rows) else f", of {len(sure)} with enough test rows"
     of_alone = f"alone {value(metric, alone.worst_tenth)}"
-    figures = [
-        KeyFigure("Worst site", value(metric, measures["worst_value"]), f"{measures['worst']}, with its personal model")
-    ]
-    if len(rows) >= 10:
-        figures.append(KeyFigure("Worst tenth of the sites", value(metric, measures["worst_tenth"]), of_alone))
+    whose = f"{measures['worst']}, with its personal model{of}"
+    figures = [KeyFigure("Worst site", value(metric, measures["worst_value"]), whose)]
+    if len(sure) >= 10:
+        which = "Worst tenth of these sites" if of else "Worst tenth of the sites"
+        figures.append(KeyFigure(which, value(metric, measures["worst_tenth"]), of_alone))
     spread = KeyFigure("Spread over sites (sd)", value(metric, measures["spread"]), f"alone {value(metric, alone.std)}")
     return (*figures, spread)
 
@@ -352,8 +369,8 @@ def _importance(importance: dict[str, Any]) -> Chart | None:
         rows,
         {"x": "worse by", "name": "column", "low": "low", "high": "high"}
         | {"xlabel": f"{label(metric)} worse by", "percent": percent(metric, "worse by", "low", "high")},
-        f"How much worse {metric} gets when a column is shuffled within each site, on {importance['rows']:,} rows "
-        f"{origin}. The thin line is the spread of {importance['repeats']} shuffles.",
+        f"How much worse {metric_name(metric)} gets when a column is shuffled within each site, on "
+        f"{importance['rows']:,} rows {origin}. The thin line is the spread of {importance['repeats']} shuffles.",
     )
 
 
@@ -368,14 +385,21 @@ def _coefficients(effects: dict[str, Any]) -> Chart | None:
     terms = sorted(terms, key=lambda term: -abs(term["value"]) / max(term["high"] - term["low"], 1e-12))[:MOST_SHOWN]
     is_few, sites = len(coefficients["sites"]) < MOST_LINES, coefficients["sites"]
     rows: list[tuple[Value, ...]] = []
+    is_ratio = is_factor(coefficients["scale"])
+
+    def drawn(each: dict[str, Any], *keys: str) -> list[Value]:
+        return [math.exp(min(each[key], 50)) if is_ratio else each[key] for key in keys]
+
     for term in terms:
-        name = f"{term['name']} (not {term['reference']})" if term["reference"] else term["name"]
-        rows.append((name, ALL, term["value"], term["low"], term["high"]))
+        name = term_name(term) if term["reference"] or term["sd"] is None else f"{term['name']} (per {term['sd']:.3g})"
+        rows.append((name, ALL, *drawn(term, "value", "low", "high")))
         if len(sites) > 1 and term["differs"]:
             for site, own in zip(sites, term["sites"], strict=True):
-                ends = (own["low"], own["high"]) if is_few else (None, None)
-                rows.append((name, site, own["value"], *ends))
-    effect = f"change in the log-odds of {output['class']}" if output["class"] else f"change in {coefficients['scale']}"
+                ends = drawn(own, "low", "high") if is_few else (None, None)
+                rows.append((name, site, *drawn(own, "value"), *ends))
+    effect = f"odds ratio of {output['class']}" if output["class"] else f"change in {coefficients['scale']}"
+    if is_ratio and not output["class"]:
+        effect = f"factor of {coefficients['scale'].removeprefix(LOG)}"
     is_varied = any(term["differs"] for term in terms) and len(sites) > 1
     dots = " Dots are the sites' coefficients, where they differ." if is_varied and not is_few else ""
     series = {"series": "site"} if is_varied else {}
@@ -388,9 +412,11 @@ def _coefficients(effects: dict[str, Any]) -> Chart | None:
         + ".",
         ("column", "site", "effect", "low", "high"),
         rows,
-        {"x": "effect", "low": "low", "high": "high", "name": "column", "diverging": True, "xlabel": effect} | series,
-        "Per standard deviation of a number; of a category against its reference; the most certain first. "
-        f"Lines are 95 % confidence intervals.{dots}",
+        {"x": "effect", "low": "low", "high": "high", "name": "column", "diverging": True, "xlabel": effect}
+        | series
+        | {"log": is_ratio},
+        "Of a number per standard deviation, which stands in brackets; of a category against its reference; the most "
+        f"certain first. Lines are 95 % confidence intervals.{dots}",
     )
 
 
@@ -461,7 +487,7 @@ def _categories(curve: dict[str, Any], prediction: str, outputs: list[str]) -> C
 
 def sharing(record: dict[str, Any], effects: dict[str, Any]) -> PageSection:
     """Which effects the sites have in common; and what leaves a site."""
-    rows = [cells(name, words["sent"], words["private"]) for name, words in record["shared"].items()]
+    rows = [cells(*words) for words in what_leaves(record["shared"])]
     sent = PageTable("What leaves a site, by model", ("", "sent", "stays private"), rows, words=True)
     coefficients = effects.get("coefficients")
     if not coefficients or len(coefficients["sites"]) == 1:
@@ -471,8 +497,7 @@ def sharing(record: dict[str, Any], effects: dict[str, Any]) -> PageSection:
     lines = []
     for output in coefficients["outputs"]:
         for term in output["terms"]:
-            name = "level" if term["name"] == INTERCEPT else term["name"]
-            name = f"{name}, {output['class']}" if len(coefficients["outputs"]) > 1 else name
+            name = f"{term['name']}, {output['class']}" if len(coefficients["outputs"]) > 1 else term["name"]
             words = sharing_words(term, len(coefficients["sites"]))
             lines.append(cells(name, size_words(term, coefficients["scale"]), words[:1].upper() + words[1:]))
     table = PageTable("Common and site-specific effects", columns, lines, words=True, folded=len(lines) > MOST_TERMS)
@@ -489,25 +514,32 @@ def caterpillar(coefficients: dict[str, Any]) -> Chart | None:
     if not slopes:
         return None
     term = min(slopes, key=lambda each: each["share"])
-    factor = term["sd"] or 1.0
+    factor, is_ratio = term["sd"] or 1.0, is_factor(coefficients["scale"]) and term["name"] != INTERCEPT
+
+    def drawn(each: dict[str, Any], key: str) -> float:
+        return math.exp(min(each[key] / factor, 50)) if is_ratio else float(each[key] / factor)
+
     rows = sorted(
-        (site, own["value"] / factor, own["low"] / factor, own["high"] / factor)
+        (site, drawn(own, "value"), drawn(own, "low"), drawn(own, "high"))
         for site, own in zip(coefficients["sites"], term["sites"], strict=True)
     )
     rows.sort(key=lambda row: -row[1])
-    name = "level" if term["name"] == INTERCEPT else term["name"]
-    unit = "" if name == "level" else f", against {term['reference']}" if term["reference"] else ", per unit"
+    name, middle = term["name"], drawn(term, "value")
+    unit = "" if name == INTERCEPT else f", against {term['reference']}" if term["reference"] else ", per unit"
+    if is_ratio:
+        unit += ", odds ratio" if coefficients["scale"] == LOG_ODDS else ", factor"
+    is_crossed = rows[0][1] > (1 if is_ratio else 0) > rows[-1][1]
     return Chart(
         "own",
         "intervals",
         f"Where sites differ most: {name}",
         f"Each site's coefficient with its 95 % confidence interval, from {rows[0][0]} {rows[0][1]:.3g} to "
-        f"{rows[-1][0]} {rows[-1][1]:.3g}; the common one is {term['value'] / factor:.3g}.",
+        f"{rows[-1][0]} {rows[-1][1]:.3g}; the common one is {middle:.3g}.",
         ("site", "coefficient", "low", "high"),
         rows,
-        {"x": "coefficient", "low": "low", "high": "high", "name": "site", "diverging": rows[0][1] * rows[-1][1] < 0}
+        {"x": "coefficient", "low": "low", "high": "high", "name": "site", "diverging": is_crossed, "log": is_ratio}
         | {"xlabel": f"{name}{unit}", "rank": "sites, by their coefficient"},
-        f"Coefficients are shrunk towards the common one, {term['value'] / factor:.3g}; the fewer rows a site has, the "
+        f"Coefficients are shrunk towards the common one, {middle:.3g}; the fewer rows a site has, the "
         "more. Lines are 95 % confidence intervals.",
     )
 
@@ -516,7 +548,7 @@ def quality(record: dict[str, Any]) -> PageSection:
     """Calibration and ROC curves, or residuals, on test rows."""
     section = PageSection("quality", "How good the models are")
     plots = record.get("plots", {})
-    charts = [*_of_classes(plots), *_of_numbers(plots, record["target"])]
+    charts = [*_of_classes(plots), *_of_numbers(plots, record["target"], len(record["sites"]))]
     if not charts:
         return section.without("there are too few test rows for plots, or more than two classes")
     return PageSection(
@@ -569,7 +601,7 @@ def _of_classes(plots: dict[str, Any]) -> list[Chart]:
     return [reliability, roc]
 
 
-def _of_numbers(plots: dict[str, Any], target: str) -> list[Chart]:
+def _of_numbers(plots: dict[str, Any], target: str, sites: int) -> list[Chart]:
     residuals = plots.get("residuals")
     if not residuals:
         return []
@@ -579,7 +611,7 @@ def _of_numbers(plots: dict[str, Any], target: str) -> list[Chart]:
         Chart(
             "residuals",
             "intervals",
-            "Residuals of each site",
+            f"Residuals of {'each site' if len(residuals) == sites else count(len(residuals), 'site')}",
             f"Five quantiles of the residuals of each site; the widest are those of {wide}.",
             ("site", "median", *(QUANTILES[k] for k in (0, 1, 3, 4))),
             rows,
@@ -592,7 +624,8 @@ def _of_numbers(plots: dict[str, Any], target: str) -> list[Chart]:
                 "diverging": True,
                 "xlabel": f"{target}, true minus predicted",
             },
-            "Dot: median; thick: half of the rows; thin: 90 % of them. Right of zero the model predicts too little.",
+            "Dot: median; thick: half of the rows; thin: 90 % of them. Right of zero the model predicts too little."
+            + ("" if len(residuals) == sites else " The sites with most test rows."),
         )
     ]
 

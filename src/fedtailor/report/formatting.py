@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fedtailor.studies.result_tables import number
+from fedtailor.studies.result_tables import metric_name, number
 
 MOST_ROUNDS = 1500  # points of a curve that a chart can show
 
@@ -39,7 +39,7 @@ def duration(seconds: float) -> str:
 
 
 def label(metric: str) -> str:
-    return metric + (" (%)" if metric == "accuracy" else "")
+    return metric_name(metric) + (" (%)" if metric == "accuracy" else "")
 
 
 def percent(metric: str, *columns: str) -> list[str]:

@@ -302,7 +302,6 @@ def _no_gain(run: RecordedRun, other: RecordedRun | None) -> str:
 
 
 def gain_chart(run: RecordedRun, other: RecordedRun) -> Chart:
-    """Gain of each client over another run."""
     each = gains(run.tested, other.tested, run.higher)
     mine = zip(run.clients, each, run.tested, other.tested, strict=True)
     rows = sorted(mine, key=lambda row: (math.isnan(row[1]), -row[1]))

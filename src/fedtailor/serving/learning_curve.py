@@ -70,7 +70,6 @@ def learning_curve(
 
 
 def _part(own: FederatedData, x: Tensor, y: Tensor, at: Tensor) -> FederatedData:
-    """The newcomer with some of its rows."""
     train, empty = (Rows(x[rows], y[rows], torch.tensor([0, len(rows)], device="cpu")) for rows in (at, at[:0]))
     return replace(own, train=train, val=empty, test=empty)
 

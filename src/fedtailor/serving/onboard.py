@@ -11,8 +11,9 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Params
 from fedtailor.data.configs import FolderConfig
+from fedtailor.data.files import SUFFIXES, client_name
 from fedtailor.data.sources.table_folder import load_newcomer, prepare_newcomer
-from fedtailor.data.tabular.read import SUFFIXES, client_name, read_table
+from fedtailor.data.tabular.read import read_table
 from fedtailor.errors import ConfigError, DataError, RunError, nearest
 from fedtailor.experiments.building import assemble, data_seed, dtype_of, load
 from fedtailor.experiments.config import RunConfig, parse, read_toml

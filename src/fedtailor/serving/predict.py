@@ -5,24 +5,21 @@ from __future__ import annotations
 import gzip
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 
 from fedtailor.core.data import count
 from fedtailor.core.trees import Tree, tree_map
-from fedtailor.data.files import read_npz
-from fedtailor.data.tabular.columns import ClientTable, escape_formula
-from fedtailor.data.tabular.read import SUFFIXES, client_name, read_rows
+from fedtailor.data.files import SUFFIXES, client_name, escape_formula, read_npz
+from fedtailor.data.tabular.columns import ClientTable
+from fedtailor.data.tabular.read import read_rows
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.store import FIT, RunFolder, latest, part_of, read_json, write_atomically
 from fedtailor.tables.intervals import interval_around
 from fedtailor.tables.serve import Personal, ServedModels, personal
-
-if TYPE_CHECKING:
-    import polars as pl
-
 
 ORDER = "order of rows in the file"
 ENDS = ("low", "high")
@@ -30,8 +27,6 @@ ENDS = ("low", "high")
 
 def predict_file(model: Personal, file: Path, interval: float = 0.0) -> pl.DataFrame:
     """The rows of a file with a column `prediction` and, for classes, their probabilities; for numbers an interval."""
-    import polars as pl
-
     if file.suffix == ".npz":
         x = read_inputs(model, file)
         return _add_predictions(model, file, pl.DataFrame({"sample": range(count(x))}), x, interval)
@@ -55,8 +50,6 @@ def predict_rows(
 
 
 def _add_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tree, interval: float) -> pl.DataFrame:
-    import polars as pl
-
     try:
         predictions = model.readable(model.outputs(x))
     except RuntimeError as error:
@@ -104,8 +97,6 @@ def write_frame(path: Path, frame: pl.DataFrame) -> None:
 
 def _escape_formulas(frame: pl.DataFrame) -> pl.DataFrame:
     """Predicted classes that a spreadsheet would take for a formula; the rows of the file stay as they were written."""
-    import polars as pl
-
     if "prediction" not in frame.columns or not frame.schema["prediction"].is_(pl.String):
         return frame
     return frame.with_columns(frame["prediction"].map_elements(escape_formula, return_dtype=pl.String))
@@ -119,8 +110,6 @@ def check_ending(path: Path) -> None:
 
 def _flatten_nested(frame: pl.DataFrame) -> pl.DataFrame:
     """A frame with text for what CSV has no form of, such as lists."""
-    import polars as pl
-
     odd = [s for s in frame if s.dtype.is_nested() or s.dtype in (pl.Duration, pl.Binary, pl.Object)]
     return frame.with_columns(
         pl.Series(s.name, [None if value is None else str(value) for value in s.to_list()], dtype=pl.String)
@@ -130,8 +119,6 @@ def _flatten_nested(frame: pl.DataFrame) -> pl.DataFrame:
 
 def predict_by_site(path: Path, file: Path, column: str, interval: float = 0.0) -> tuple[pl.DataFrame, list[str]]:
     """The rows of a file with their predictions, in their order, and notes; unknown sites get the common model."""
-    import polars as pl
-
     frame, values = read_rows(file)
     if column not in frame.columns:
         raise DataError(f'{file}: no column "{column}", which names the site; {nearest(column, frame.columns)}')

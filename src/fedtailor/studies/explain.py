@@ -17,7 +17,7 @@ from torch import Tensor
 from fedtailor.core.client import personal, shares
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Params, Tree, flat, tree_map
-from fedtailor.data.tabular.columns import escape_formula
+from fedtailor.data.files import escape_formula
 from fedtailor.errors import RunError
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import RunFolder, write_atomically, write_json, write_tree

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import polars as pl
 
 from fedtailor.experiments.store import RunFolder
 from fedtailor.studies.compare import Row
 from fedtailor.studies.result_tables import record
-
-if TYPE_CHECKING:
-    import polars as pl
 
 SPLITS = ("val", "test")
 TRAFFIC = ("up", "down", "trips")
 
 
 def _frame(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Any] | None = None) -> pl.DataFrame:
-    import polars as pl
-
     if not rows:
         return pl.DataFrame(schema=columns)
     return pl.DataFrame(rows, infer_schema_length=None, schema_overrides=columns)
@@ -61,8 +58,6 @@ def client_rounds(folder: RunFolder) -> pl.DataFrame:
 
 def faults(folder: RunFolder) -> pl.DataFrame:
     """One row per reply that was not used, and per round that was abandoned; there `client` is empty."""
-    import polars as pl
-
     rows = []
     for line in folder.metrics():
         rows += [
@@ -75,7 +70,6 @@ def faults(folder: RunFolder) -> pl.DataFrame:
 
 
 def table(rows: Sequence[Row]) -> pl.DataFrame:
-    """The table of a comparison as numbers."""
     return _frame([record(row) | {name: mean for name, (mean, _) in row.others.items()} for row in rows])
 
 

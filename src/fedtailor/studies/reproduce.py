@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -11,11 +12,10 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, Field, ValidationError
 
-from fedtailor import models
-from fedtailor.algorithms import algorithms
+from fedtailor import algorithms, models
 from fedtailor.errors import ClientError, ConfigError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, read_toml, with_values
-from fedtailor.experiments.sections import SearchSection, Section, Space
+from fedtailor.experiments.sections import SearchSection, Section, Space, dotted
 from fedtailor.experiments.store import RESULTS, RunFolder, read_json
 from fedtailor.metrics.memory import training_step
 from fedtailor.metrics.summary import over_seeds
@@ -47,8 +47,6 @@ class Part(Section):
 
 
 class Published(Section):
-    """A published table."""
-
     title: str
     metric: str
     unit: str = ""
@@ -83,7 +81,6 @@ def available(configs: Path) -> list[str]:
 
 
 def load(configs: Path, name: str) -> Published:
-    """A published table by name."""
     path = configs / f"{name}.toml"
     if not path.is_file() or name not in available(configs):
         raise ConfigError(f'no published table "{name}"; {nearest(name, available(configs))}')
@@ -177,7 +174,7 @@ def searched(
     section = search_section(table, scale)
     if section is None:
         return _learned(table, folder, scale, rows, data_root, listener)
-    search.check_names(section, {*algorithms(), *(part.name for part in table.rows)})
+    search.check_names(section, {*algorithms.algorithms(), *(part.name for part in table.rows)})
     by_label = {s.label: s for s in subjects(table, scale, rows).values()}
     plan = search.plan(section, list(by_label.values()), _seeds(table, seeds), folder)
     return search.run(plan, 0, data_root, listener)
@@ -306,3 +303,71 @@ def text(figure: Figure) -> str:
     if figure.std is not None and not math.isnan(figure.std):
         ours += " ± " + number_format.format(scale * figure.std)
     return ours + (f" ({figure.paper})" if figure.paper else "")
+
+
+EPOCHS = ("epochs", "head_epochs", "body_epochs", "personal_epochs", "local_rounds")
+
+
+class RowSetting(BaseModel):
+    """The settings of a row in columns that share them, with the defaults filled in."""
+
+    row: str
+    columns: list[str]
+    settings: dict[str, Any]  # by key, such as "local.lr"
+    given: list[str]  # keys that the table sets; the others are defaults
+    searched: dict[str, list[Any]]  # values to try beside these
+
+
+def resolve(config: RunConfig) -> dict[str, Any]:
+    """Every setting by key; of the algorithm also those of its preset and its defaults."""
+    program = algorithms.make(config.algorithm.name, config.algorithm.options)
+    fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
+    plain = {k: v for k, v in config.plain().items() if k != "algorithm"}
+    own = json.loads(json.dumps(fields, default=list))
+    found: dict[str, Any] = dotted(plain | {"algorithm": {"name": config.algorithm.name} | own})
+    return found
+
+
+def row_settings(table: Published, scale: Scale, rows: list[str]) -> list[RowSetting]:
+    """One entry for all columns of a row that run with the same settings."""
+    found: dict[str, RowSetting] = {}
+    for (row, column), subject in subjects(table, scale, rows).items():
+        settings = resolve(parse(subject.tables, origin=row))
+        values = json.loads(json.dumps(subject.space, default=list))
+        entry = RowSetting(row=row, columns=[], settings=settings, given=list(dotted(subject.tables)), searched=values)
+        found.setdefault(json.dumps([row, settings, values]), entry).columns.append(column)
+    return list(found.values())
+
+
+def settings_text(entry: RowSetting) -> str:
+    """An entry for people."""
+    of, asked = entry.settings, entry.settings["federation.clients_per_round"]
+    algorithm = {k.removeprefix("algorithm."): v for k, v in of.items() if k.startswith("algorithm.")}
+    local = [f"{k} {algorithm[k]}" for k in EPOCHS if k in algorithm]
+    local += [f"batches of {of['local.batch_size']}" if of["local.batch_size"] else "full batch"]
+    local += [f"{of['local.optimizer']}, step size {of['local.lr']}, momentum {of['local.momentum']}"]
+    local += [f"{k} {of[f'local.{k}']}" for k in ("augment", "weight_decay", "clip") if of.get(f"local.{k}")]
+    options = [f"{k} {_short(v)}" for k, v in algorithm.items() if k not in ("name", *EPOCHS)]
+    lines = {
+        "data": _given(entry, "data", "source"),
+        "clients": f"{of.get('data.clients') or 'all of the data'}, {asked or 'all'} in each round",
+        "rounds": str(of["rounds"]),
+        "local": ", ".join(local),
+        "model": _given(entry, "model", "name"),
+        "method": ", ".join([algorithm["name"], *options]),
+        "environment": _given(entry, "environment"),
+        "searched": "; ".join(f"{k} {_short(v)}" for k, v in entry.searched.items()),
+    }
+    said = [f"  {name:<12}{text}" for name, text in lines.items() if text]
+    return "\n".join([f"{entry.row}: {', '.join(entry.columns)}", *said])
+
+
+def _given(entry: RowSetting, section: str, first: str = "") -> str:
+    """What the table sets in a section."""
+    keys = [k for k in entry.given if k.startswith(f"{section}.") and k != f"{section}.{first}"]
+    name = [str(entry.settings[f"{section}.{first}"])] if first else []
+    return ", ".join([*name, *(f"{k.partition('.')[2]} {_short(entry.settings.get(k))}" for k in keys)])
+
+
+def _short(value: Any) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

@@ -14,7 +14,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fedtailor.data.tabular.columns import escape_formula
+from fedtailor.data.files import escape_formula
 from fedtailor.errors import ConfigError, RunError, nearest
 from fedtailor.experiments.store import CHANGED, read_json, write_atomically, write_json
 from fedtailor.metrics.summary import share_hurt
@@ -245,6 +245,14 @@ def strict_json(rows: Sequence[Row]) -> str:
     return json.dumps(out, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
+METRICS = {"rmse": "RMSE", "mse": "MSE", "mae": "MAE", "auroc": "AUROC", "r2": "R2", "brier": "Brier score"}
+
+
+def metric_name(metric: str) -> str:
+    """As it is written in sentences."""
+    return METRICS.get(metric, metric.replace("_", " "))
+
+
 def number(metric: str, value: float) -> str:
     """Accuracies in percent, other metrics as they are."""
     if math.isnan(value):
@@ -253,7 +261,6 @@ def number(metric: str, value: float) -> str:
 
 
 def spread(metric: str, value: float, deviation: float) -> str:
-    """Mean and, with several seeds, spread."""
     return number(metric, value) + ("" if math.isnan(deviation) else f" ± {number(metric, deviation)}")
 
 

@@ -33,8 +33,6 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Paired:
-    """One row against the reference."""
-
     label: str
     better: int  # clients for which the reference is better
     worse: int

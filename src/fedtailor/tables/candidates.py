@@ -252,15 +252,19 @@ def delivered_models(cell: Cell, sites: Sequence[str]) -> LinearModels:
 FOLDS = 5
 
 
-def all_in_training(data: FederatedData) -> FederatedData:
-    """Validation rows are training rows: folds take their place."""
-    if not len(data.val.x):
+def all_in_training(data: FederatedData, *, test: bool = False) -> FederatedData:
+    """Validation rows are training rows: folds take their place; so are test rows, if they are asked for."""
+    splits = [rows for rows in (data.val, *([data.test] if test else [])) if len(rows.x)]
+    if not splits:
         return data
-    parts = [[torch.cat(pair) for pair in zip(data.train.of(i), data.val.of(i), strict=True)] for i in _sites(data)]
+    parts = [
+        [torch.cat(each) for each in zip(*(rows.of(i) for rows in (data.train, *splits)), strict=True)]
+        for i in _sites(data)
+    ]
     sizes = [len(x) for x, _ in parts]
     train = Rows(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), _starts(sizes))
     empty = Rows(train.x[:0], train.y[:0], _starts([0] * len(sizes)))
-    return replace(data, train=train, val=empty)
+    return replace(data, train=train, val=empty, test=empty if test else data.test)
 
 
 def folds_of(data: FederatedData, seed: int, folds: int = FOLDS) -> NDArray[np.int64]:
@@ -299,6 +303,14 @@ def train(
     config: RunConfig, data: FederatedData, start: Tree = None, check: Callable[[], None] = lambda: None
 ) -> tuple[Tree, LinearModels]:
     """The server's state and every site's model after the rounds of a configuration, in this process."""
+    server, _, models = train_sites(config, data, start, check)
+    return server, models
+
+
+def train_sites(
+    config: RunConfig, data: FederatedData, start: Tree = None, check: Callable[[], None] = lambda: None
+) -> tuple[Tree, Tree, LinearModels]:
+    """As `train`, and between the two what the sites keep, stacked."""
     experiment = assemble(config, data)
     if StackedSites.suits(experiment):
         with suppress(NotUsable), training_settings(1), torch.no_grad():
@@ -306,7 +318,7 @@ def train(
             server = experiment.algorithm.server_init(experiment.model) if start is None else start
             for round in range(1, config.rounds + 1):
                 server = sites.run_round(round, server)
-            return server, LinearModels.of(sites.models(config.rounds, server))
+            return server, sites.state, LinearModels.of(sites.models(config.rounds, server))
     with engines.open_engine(config.federation.engine, experiment) as engine:
         fed = WatchedFederation(engine, config.federation.limits)
         fed.check = check
@@ -318,7 +330,12 @@ def train(
         for group, _, stack in engine.evaluate(everybody, config.rounds, server, ()):
             for row, client in enumerate(group):
                 models[client] = {name: value[row].clone() for name, value in stack.items()}
-    return server, LinearModels.of({name: torch.stack([models[i][name] for i in everybody]) for name in models[0]})
+        state = engine.get_states()["state"]
+    return (
+        server,
+        state,
+        LinearModels.of({name: torch.stack([models[i][name] for i in everybody]) for name in models[0]}),
+    )
 
 
 def out_of_fold(

@@ -19,11 +19,21 @@ from fedtailor import algorithms
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.trees import Tree
 from fedtailor.data.tabular.preparation import NumberColumn, Preparation
+from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import RunFolder
 from fedtailor.numerics.reml import own_covariance
 from fedtailor.studies.grid import Cell
-from fedtailor.tables.candidates import ALONE, COMMON, LinearModels, delivered_models, kind_of, train
+from fedtailor.tables.candidates import (
+    ALONE,
+    COMMON,
+    LinearModels,
+    all_in_training,
+    delivered_models,
+    kind_of,
+    train,
+    train_sites,
+)
 from fedtailor.tables.variance_tests import LEVEL, difference_tests, problem_of
 
 Floats = NDArray[np.float64]
@@ -145,11 +155,21 @@ def load_mixed_fit(cell: Cell, data: FederatedData) -> MixedFit:
     saved = RunFolder(cell.folder).load_checkpoint()
     assert saved is not None
     state = saved[1]["state"]
-    own = coefficient_vectors(delivered_models(cell, data.clients), data)
-    sites, counts = state["clients"]["state"], data.train.sizes
+    return _as_mixed_fit(cell, data, state["server"], state["clients"]["state"], delivered_models(cell, data.clients))
+
+
+def fit_every_row(cell: Cell, data: FederatedData) -> MixedFit:
+    """The same mixed model fitted to all rows in `data`, from where its run ended."""
+    saved = RunFolder(cell.folder).load_checkpoint()
+    assert saved is not None
+    return _as_mixed_fit(cell, data, *train_sites(cell.config, data, saved[1]["state"]["server"]))
+
+
+def _as_mixed_fit(cell: Cell, data: FederatedData, server: Tree, sites: Tree, models: LinearModels) -> MixedFit:
     algorithm = algorithms.make(cell.config.algorithm.name, cell.config.algorithm.options)
-    moments = sites["b"].double(), sites["c"].double(), sites.get("count", counts).double()
-    return MixedFit(state["server"], sites["a"].double(), own, moments, float(getattr(algorithm, "penalty", 0.0)))
+    moments = sites["b"].double(), sites["c"].double(), sites.get("count", data.train.sizes).double()
+    own, penalty = coefficient_vectors(models, data), float(getattr(algorithm, "penalty", 0.0))
+    return MixedFit(server, sites["a"].double(), own, moments, penalty)
 
 
 def fit_one_site(config: RunConfig, data: FederatedData) -> MixedFit:
@@ -275,12 +295,22 @@ def _confidence_interval(value: float, error: float, alias: list[str]) -> dict[s
     return {"value": float(value), "low": float(value - Z * error), "high": float(value + Z * error)}
 
 
-def fit_coefficients(cells: list[Cell], weights: Floats, data: FederatedData) -> dict[str, Any] | None:
-    """Coefficients of the representative model, and its weight in what serves the sites."""
-    if len(data.clients) == 1:
-        return coefficient_record(fit_one_site(cells[0].config, data), data, ALONE) | {"weight": 1.0}
-    cell = representative_model(cells, weights)
+def fit_coefficients(cells: list[Cell], weights: Floats, data: FederatedData, label: str = "") -> dict[str, Any] | None:
+    """Coefficients of the model that is asked for, or of the representative one, fitted to all rows, those for testing
+    too: they describe, and predict nothing. And its weight in what serves the sites."""
+    every = all_in_training(data, test=True)
+    rows = {"rows": int(every.train.sizes.sum()), "asked": bool(label)}
+    if len(every.clients) == 1:
+        return coefficient_record(fit_one_site(cells[0].config, every), every, ALONE) | {"weight": 1.0} | rows
+    cell = _asked_for(cells, label) if label else representative_model(cells, weights)
     if cell is None:
         return None
     part = float(weights[:, cells.index(cell)].mean())
-    return coefficient_record(load_mixed_fit(cell, data), data, cell.label) | {"weight": part}
+    return coefficient_record(fit_every_row(cell, every), every, cell.label) | {"weight": part} | rows
+
+
+def _asked_for(cells: list[Cell], label: str) -> Cell:
+    known = {cell.label: cell for cell in cells if cell.label != ALONE}
+    if label not in known:
+        raise ConfigError(f'--model "{label}": no such model; known: {"; ".join(known)}')
+    return known[label]

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 from scipy.stats import chi2  # type: ignore[import-untyped]
 
@@ -26,10 +27,6 @@ from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.store import FIT, latest, read_json
 from fedtailor.tables.effects import places_of
 from fedtailor.tables.serve import Personal, ServedModels, site_column
-
-if TYPE_CHECKING:
-    import polars as pl
-
 
 Floats = NDArray[np.float64]
 SOME, LARGE = 0.1, 0.25  # of the index, the usual limits
@@ -70,8 +67,6 @@ def drift_of_rows(
     data_root: Path | None = None,
 ) -> dict[str, Any]:
     """Drift by site, and a summary in sentences; `values` are the rows with decimal points."""
-    import polars as pl
-
     card = _read_card(path)
     notes: list[str] = []
     if site:

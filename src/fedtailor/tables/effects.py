@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
-from fedtailor.core.task import Metric
+from fedtailor.core.task import Metric, Task
 from fedtailor.data.tabular.preparation import NumberColumn
 from fedtailor.errors import UserError
 from fedtailor.experiments.building import task_of
@@ -57,7 +57,7 @@ def table_effects(
             return outputs
         return torch.from_numpy(calibrate(outputs.numpy(), calibration[site_of_rows(rows)]))
 
-    metric = find(task_of(selection.cells[0].config, data), record["metric"])
+    metric = loss_of(task_of(selection.cells[0].config, data), record["metric"])
     return effects | prediction_effects(predict, data, metric, seed)
 
 
@@ -108,6 +108,12 @@ def in_target_units(outputs: Tensor, data: FederatedData) -> Floats:
         return p[:, 1:] if p.shape[1] == 2 else p
     numbers: Floats = data.preparation.target.readable(outputs.double()).numpy()
     return numbers
+
+
+def loss_of(task: Task, shown: str) -> Metric:
+    """In what the importance of a column is measured: of classes the log loss, which also sees probabilities far from
+    one half; else the metric that is shown."""
+    return find(task, "log_loss" if task.kind == "classification" else shown)
 
 
 Predict = Callable[[Rows], Tensor]  # outputs of the served models for their rows

@@ -15,18 +15,20 @@ from fedtailor.errors import RunError, nearest
 from fedtailor.experiments.building import task_of
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import ABOUT, FIT, RunFolder, latest, part_of, read_json, write_json
-from fedtailor.metrics.library import find
 from fedtailor.studies.grid import Cell
 from fedtailor.tables.candidates import LABELS
 from fedtailor.tables.coefficients import fit_coefficients
-from fedtailor.tables.effects import EFFECTS, prediction_effects
+from fedtailor.tables.effects import EFFECTS, loss_of, prediction_effects
 from fedtailor.tables.serve import ServedModels
 from fedtailor.tables.update import rows_of_update
 from fedtailor.tables.words import effect_sentences
 
 
-def explain_fit(path: Path, site: str = "", data_root: Path | None = None) -> dict[str, Any]:
-    """Coefficients, importance, curves and words; of one site only if it is named."""
+def explain_fit(path: Path, site: str = "", data_root: Path | None = None, model: str = "") -> dict[str, Any]:
+    """Coefficients, importance, curves and words; of one site only if it is named.
+
+    model: label of a linear candidate whose coefficients are asked for; else that which serves the sites most.
+    """
     record = read_json(path / FIT)
     if "sites" not in record:
         raise RunError(f"{path}: not finished yet; continue with the same fedtailor fit and --out")
@@ -37,6 +39,11 @@ def explain_fit(path: Path, site: str = "", data_root: Path | None = None) -> di
     else:
         effects = _compute_effects(path, record, data_root)
         write_json(path / EFFECTS, effects)
+    if model and (not effects["coefficients"] or effects["coefficients"]["model"] != model):
+        _, data = _experiment(path, record, data_root)
+        effects["coefficients"] = _coefficients(path, record, data.to(torch.float64), model)
+        if effects["coefficients"] is None:
+            raise RunError(f'--model "{model}": cannot be fitted to these rows')
     served = {name: row["served"] for name, row in record["sites"].items() if site in ("", name)}
     effects |= {"words": effect_sentences(effects), "target": record["target"], "served": served}
     return _restrict_to_site(effects, site) if site else effects
@@ -55,31 +62,36 @@ def coefficient_rows(effects: dict[str, Any]) -> list[dict[str, Any]]:
     return out
 
 
-def _compute_effects(path: Path, record: dict[str, Any], data_root: Path | None) -> dict[str, Any]:
-    """Importance and curves from predictions of the served models; coefficients where models are linear."""
+def _experiment(path: Path, record: dict[str, Any], data_root: Path | None) -> tuple[RunFolder, FederatedData]:
+    """A run of the fit, and the rows as it had them."""
     folder = RunFolder.open(part_of(path, next(iter(record["sites"].values()))["run"]))
-    experiment = reload_experiment(folder, data_root, rows_of_update(path, folder) if "update" in record else None)
-    data = experiment.data
+    rows = rows_of_update(path, folder) if "update" in record else None
+    data: FederatedData = reload_experiment(folder, data_root, rows).data
     if not data.is_plain or len(data.shape) != 1 or data.task not in ("classification", "regression", "count"):
         raise RunError(f"{path}: not a fit of tables; explain one of its runs, such as {folder.path}")
+    return folder, data
 
+
+def _compute_effects(path: Path, record: dict[str, Any], data_root: Path | None) -> dict[str, Any]:
+    """Importance and curves from predictions of the served models; coefficients where models are linear."""
+    folder, data = _experiment(path, record, data_root)
     model = cache(ServedModels(latest(path), data_root).personal)
 
     def predict(rows: Rows) -> Tensor:
         parts = [
-            model(site).outputs(rows.of(i)[0].to(experiment.model.dtype)).double()
+            model(site).outputs(rows.of(i)[0].to(data.train.x.dtype)).double()
             for i, site in enumerate(data.clients)
             if int(rows.sizes[i])
         ]
         return torch.cat(parts)
 
-    metric = find(task_of(folder.config, data), record["metric"])
+    metric = loss_of(task_of(folder.config, data), record["metric"])
     doubles = data.to(torch.float64)
     linear = _coefficients(path, record, doubles) if "weights" in next(iter(record["sites"].values())) else None
     return {"coefficients": linear, **prediction_effects(predict, doubles, metric, folder.config.seed)}
 
 
-def _coefficients(path: Path, record: dict[str, Any], data: FederatedData) -> dict[str, Any] | None:
+def _coefficients(path: Path, record: dict[str, Any], data: FederatedData, label: str = "") -> dict[str, Any] | None:
     """Coefficients from the linear candidates in a folder."""
     runs = [RunFolder.open(about.parent) for about in sorted(path.glob(f"*/{ABOUT}"))]
     cells = []
@@ -90,7 +102,7 @@ def _coefficients(path: Path, record: dict[str, Any], data: FederatedData) -> di
             cells.append(Cell(LABELS[effects], config.seed, run.path, config))
     weights = [[row["weights"].get(cell.folder.name, 0.0) for cell in cells] for row in record["sites"].values()]
     try:
-        return fit_coefficients(cells, np.array(weights), data)
+        return fit_coefficients(cells, np.array(weights), data, label)
     except (RunError, torch.linalg.LinAlgError, np.linalg.LinAlgError):
         return None
 

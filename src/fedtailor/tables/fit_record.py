@@ -202,7 +202,7 @@ MOST = 3  # features that are named of a site
 
 
 def data_card(data: FederatedData) -> dict[str, dict[str, Any]]:
-    """Of each site: rows, the target's mean or most frequent class, and the features that drift, furthest first.
+    """Of each site: rows, the target's mean or share of a class, and the features that drift, furthest first.
 
     Only means and counts of a site's training rows are compared. A drift is reported if it is large and significant.
     """
@@ -224,7 +224,7 @@ def data_card(data: FederatedData) -> dict[str, dict[str, Any]]:
 def _target(y: np.ndarray, data: FederatedData) -> str:
     if data.task == "classification":
         counts = np.bincount(y, minlength=data.outputs)
-        best = int(counts.argmax())
+        best = 1 if data.outputs == 2 else int(counts.argmax())  # of two the one whose probability is predicted
         return f"{100 * counts[best] / counts.sum():.0f} % {data.classes[best] if data.classes else best}"
     target = None if data.preparation is None else data.preparation.target
     if target is not None and target.task == "regression":
@@ -244,7 +244,9 @@ def plots_of(outputs: Tensor, data: FederatedData, unit: float) -> dict[str, Any
     parts = {name: (a, b) for name, (a, b) in zip(data.clients, pairwise(starts), strict=True) if b > a}
     if data.task in ("regression", "count"):
         residuals = unit * (data.test.y - (outputs.exp() if data.task == "count" else outputs))[:, 0].numpy()
-        some = {name: residuals[a:b] for name, (a, b) in list(parts.items())[:MOST_SITES] if b - a >= len(QUANTILES)}
+        largest = sorted(parts, key=lambda name: parts[name][0] - parts[name][1])[:MOST_SITES]
+        shown = {name: place for name, place in parts.items() if name in largest}
+        some = {name: residuals[a:b] for name, (a, b) in shown.items() if b - a >= len(QUANTILES)}
         return {"residuals": {name: np.quantile(each, QUANTILES).tolist() for name, each in some.items()}}
     if data.outputs != 2 or len(outputs) < 5 * BINS:
         return {}

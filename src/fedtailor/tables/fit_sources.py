@@ -7,7 +7,9 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import polars as pl
 
 from fedtailor import data
 from fedtailor.core.data import FederatedData
@@ -19,10 +21,6 @@ from fedtailor.errors import ConfigError, DataError
 from fedtailor.experiments.building import load
 from fedtailor.experiments.config import parse, with_settings, with_values
 from fedtailor.experiments.store import write_atomically
-
-if TYPE_CHECKING:
-    import polars as pl
-
 
 ROUNDS = 32
 TABLES = ("folder", "heart-disease")  # sources of tables
@@ -114,8 +112,6 @@ def keep_frames(sites: Any, folder: Path, client_column: str | None) -> Path:
 
 def _write_frames(frames: Mapping[str, pl.DataFrame], folder: Path) -> Path:
     """Write frames to a folder; a `DataError` if it holds other ones."""
-    import polars as pl
-
     content = {f"{name}.parquet": _parquet(frame) for name, frame in frames.items()}
     if folder.exists():
         saved = {path.name: pl.read_parquet(path) for path in folder.glob("*.parquet")}
@@ -136,8 +132,6 @@ def _parquet(frame: pl.DataFrame) -> bytes:
 
 def append_rows(source: FolderConfig, rows: Mapping[str, Any], out: Path) -> FolderConfig:
     """The source of all rows: those of the fit, followed by the new ones of each site."""
-    import polars as pl
-
     if not source.path.exists():
         raise DataError(f"{source.path}: the rows of the fit are no longer there; give all rows with --data")
     added = {str(name): as_frame(frame, f'new rows of "{name}"') for name, frame in rows.items()}
@@ -166,8 +160,6 @@ def append_rows(source: FolderConfig, rows: Mapping[str, Any], out: Path) -> Fol
 
 def _append(old: pl.DataFrame, new: list[pl.DataFrame], origin: str) -> pl.DataFrame:
     """Append rows by column name; columns with several types become text, as in a CSV file."""
-    import polars as pl
-
     parts = [old]
     for rows in new:
         frame = rows.rename(match_columns(rows.columns, old.columns))

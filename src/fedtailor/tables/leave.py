@@ -16,10 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import polars as pl
+
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.files import expand_home
+from fedtailor.data.files import client_name, expand_home
 from fedtailor.data.tabular.prepare import prepare_tables
-from fedtailor.data.tabular.read import client_name, read_client_tables, read_rows
+from fedtailor.data.tabular.read import read_client_tables, read_rows
 from fedtailor.errors import RunError
 from fedtailor.experiments.building import data_seed
 from fedtailor.experiments.store import (
@@ -106,8 +108,6 @@ def _own_copy(source: FolderConfig, root: Path, out: Path, leaving: Sequence[str
             if client_name(file) is not None and client_name(file) not in leaving:
                 shutil.copy2(file, folder / file.name)
         return source.model_copy(update={"path": folder})
-    import polars as pl
-
     frame = read_rows(path)[1]
     stays = ~frame[source.client_column].cast(pl.String).is_in(list(leaving))
     frame.filter(stays.fill_null(True)).write_parquet(folder / "sites.parquet")

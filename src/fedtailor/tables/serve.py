@@ -7,9 +7,10 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -36,10 +37,6 @@ from fedtailor.experiments.store import ABOUT, FIT, PersonalModels, RunFolder, l
 from fedtailor.experiments.user_code import other_code
 from fedtailor.tables.boosted_trees import TREES_FOLDER, TreeParts, Trees, tree_parts
 from fedtailor.tables.intervals import ErrorScale, interval_around
-
-if TYPE_CHECKING:
-    import polars as pl
-
 
 ROWS = 4096  # at a time
 LARGE = 64 * 2**20  # bytes of samples at a time
@@ -116,7 +113,6 @@ class Personal:
 
     @property
     def title(self) -> str:
-        """The algorithm's name."""
         return self.algorithm.title or type(self.algorithm).__name__
 
     @property

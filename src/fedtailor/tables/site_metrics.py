@@ -183,15 +183,17 @@ def bootstrap_intervals(
 def fairness(
     names: Sequence[str], values: Sequence[float], sizes: Sequence[int] | None = None, *, higher_is_better: bool
 ) -> dict[str, Any]:
-    """The worst site, of those with enough rows if there are any, and the spread over sites."""
+    """The worst site, the worst tenth and the spread, of the sites with enough rows if there are any."""
     known = [(v, name) for v, name in zip(values, names, strict=True) if math.isfinite(v)]
     enough = {name for name, size in zip(names, sizes or (), strict=False) if size >= FEWEST_ROWS}
     known = [(v, name) for v, name in known if name in enough] or known
     if not known:
         return {}
-    summary = summarise(values, higher_is_better=higher_is_better)
+    summary = summarise([v for v, _ in known], higher_is_better=higher_is_better)
     worst, name = (min if higher_is_better else max)(known)
-    return {"worst": name, "worst_value": worst, "worst_tenth": summary.worst_tenth, "spread": summary.std}
+    return {"worst": name, "worst_value": worst, "worst_tenth": summary.worst_tenth, "spread": summary.std} | {
+        "sites": len(known)
+    }
 
 
 def _mean(values: Floats) -> float:

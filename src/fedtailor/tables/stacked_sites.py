@@ -87,13 +87,23 @@ class StackedSites:
     def report(self, **values: Any) -> None:
         """Of these rounds nothing is recorded."""
 
+    @property
+    def state(self) -> Tree:
+        """What the sites keep, stacked in their order."""
+        order = self.order
+        return tree_map(lambda *parts: torch.cat(parts)[order], *self.states)
+
+    @property
+    def order(self) -> Tensor:
+        return torch.tensor([site for group in self.groups for site in group], device="cpu").argsort()
+
     def models(self, round: int, server: Tree) -> Params:
         """The personal models, stacked in the order of the sites."""
         parts = [
             personal(self.experiment, group, round, state, {}, server, is_stacked=True)
             for group, state in zip(self.groups, self.states, strict=True)
         ]
-        order = torch.tensor([site for group in self.groups for site in group], device="cpu").argsort()
+        order = self.order
         return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
 
 

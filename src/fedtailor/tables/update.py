@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 
 from fedtailor.core.data import FederatedData, Rows
@@ -236,8 +237,6 @@ def _carry_newcomers(before: Path, out: Path, old: dict[str, Any], new: dict[str
 
 def split_by_site(rows: Any, site: str, column: str | None) -> dict[str, Any]:
     """New rows by site: of one that is named, or by the column that names it."""
-    import polars as pl
-
     from fedtailor.data.tabular.read import as_frame
 
     if site:

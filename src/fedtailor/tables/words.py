@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedtailor.studies.result_tables import number
+from fedtailor.studies.result_tables import metric_name, number
 from fedtailor.tables.coefficients import INTERCEPT
 from fedtailor.tables.site_metrics import is_noise
 
@@ -41,6 +41,21 @@ def unit_of(term: Mapping[str, Any]) -> str:
     if term["reference"]:
         return f"against {term['reference']}"
     return "per sd" if term["sd"] is None else "per unit"
+
+
+def p_words(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
+
+
+def term_name(term: Mapping[str, Any]) -> str:
+    """With the category that it is compared with."""
+    return f"{term['name']} against {term['reference']}" if term["reference"] else str(term["name"])
+
+
+def aliased_sentence(terms: Sequence[Mapping[str, Any]]) -> str:
+    """Which terms have no estimate, and what each repeats."""
+    parts = [f"{term['name']} (with {join_names(term['aliases'], 3)})" for term in terms if term["aliases"]]
+    return f"Aliased, so without an estimate of their own: {join_names(parts)}." if parts else ""
 
 
 def size_words(term: Mapping[str, Any], scale: str, each: Mapping[str, Any] | None = None) -> str:
@@ -81,19 +96,21 @@ def term_words(term: Mapping[str, Any], scale: str, sites: int) -> str:
 
 def model_sentence(coefficients: Coefficients) -> str:
     sites, label = len(coefficients["sites"]), coefficients["model"]
+    rows = f" on all {coefficients['rows']} rows" if "rows" in coefficients else ""
     if sites == 1:
-        return "There is one site; its coefficients come from an ordinary regression."
+        return f"There is one site; its coefficients come from an ordinary regression{rows}."
     kind = {
         "common": "one common model, the same at all sites",
         "mixed, intercept": "a mixed model with a random intercept for each site and common slopes",
     }.get(label, "a mixed model: common coefficients, and site-specific deviations from them")
     weight = coefficients["weight"]
     part = (
-        "no site is served by it; it is shown because it describes how sites differ"
+        "no site is served by it"
+        + ("" if coefficients.get("asked") else "; it is shown as it describes how sites differ")
         if weight < 0.01
         else f"it has {100 * weight:.0f} % of the weight in the linear models that serve the sites"
     )
-    return f"Coefficients come from {kind}; {part}."
+    return f"Coefficients come from {kind}, fitted{rows}; {part}."
 
 
 def sharing_sentences(coefficients: Coefficients) -> list[str]:
@@ -102,19 +119,25 @@ def sharing_sentences(coefficients: Coefficients) -> list[str]:
     if sites == 1:
         return []
     if coefficients["model"] == "common":
-        return [f"All effects are the same at {all_sites(sites)}: site-specific effects did not predict better."]
+        why = "" if coefficients.get("asked") else ": site-specific effects did not predict better"
+        return [f"All effects are the same at {all_sites(sites)}{why}."]
     by_column: dict[str, list[Mapping[str, Any]]] = {}
     for output in coefficients["outputs"]:
         for term in output["terms"]:
             by_column.setdefault(term["column"], []).append(term)
     level = by_column.pop(INTERCEPT)
+    tests = {name: terms[0].get("differs_p", math.nan) for name, terms in by_column.items()}
     own = [name for name, terms in by_column.items() if any(term["differs"] for term in terms)]
     fixed = [n for n, terms in by_column.items() if n not in own and not any(term["varies"] for term in terms)]
     common = [name for name in by_column if name not in own and name not in fixed]
+    alike = [name for name in common if tests[name] < 1]
+    common = [name for name in common if name not in alike]  # in this model they cannot vary
+    own, alike = ([tested(name, tests[name]) for name in names] for names in (own, alike))
     if any(term["differs"] for term in level):
-        own.insert(0, "the intercept")
+        own.insert(0, tested("the intercept", level[0].get("differs_p", math.nan)))
     return [
-        *([f"Effects that vary between sites: {join_names(own)}."] if own else []),
+        *([f"Effects that vary between sites (likelihood ratio test): {join_names(own)}."] if own else []),
+        *([f"Effects that do not vary significantly: {join_names(alike)}."] if alike else []),
         *([f"Effects common to {all_sites(sites)}: {join_names(common)}."] if common else []),
         *(
             [f"Constant within each site, so only a common effect can be estimated: {join_names(fixed)}."]
@@ -122,6 +145,28 @@ def sharing_sentences(coefficients: Coefficients) -> list[str]:
             else []
         ),
     ]
+
+
+def tested(name: str, p: float) -> str:
+    return name if math.isnan(p) else f"{name} ({p_words(p)})"
+
+
+SENT = {  # what the mixed models send, in a statistician's words
+    "variation within the client": "within-site sums of squares",
+    "vector of the model's size": "gradients",
+    "vectors of the model's size": "gradients",
+    "curvature": "Hessians",
+    "number": "single numbers, such as log-likelihoods",
+}
+
+
+def what_leaves(shared: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str, str]]:
+    """Models, what a site sends for them, and what stays there; models with the same in one line."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for name, parts in shared.items():
+        sent = ", ".join(SENT.get(part, part) for part in parts["sent"].split(", "))
+        lines.setdefault((sent, parts["private"]), []).append(name)
+    return [("; ".join(names), sent, private) for (sent, private), names in lines.items()]
 
 
 def importance_sentences(importance: Mapping[str, Any]) -> list[str]:
@@ -134,7 +179,8 @@ def importance_sentences(importance: Mapping[str, Any]) -> list[str]:
         points = " points" if metric == "accuracy" else ""
         parts = [f"{each['column']} ({number(metric, each['mean'])}{points})" for each in useful]
         out.append(
-            f"Most important columns: {join_names(parts, 4)}; in brackets, how much {metric} worsens without it."
+            f"Most important columns: {join_names(parts, 4)}; in brackets, how much {metric_name(metric)} worsens "
+            "without it."
         )
     elif columns:
         out.append("No single column is important: shuffling any one of them hardly worsens the predictions.")

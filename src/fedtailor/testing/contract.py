@@ -361,7 +361,6 @@ def outcome(algorithm: Algorithm, engine: str, case: Case) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def reference(algorithm: Algorithm, case: str) -> dict[str, Any]:
-    """The outcome in `loop`."""
     return outcome(algorithm, "loop", CASES[case])
 
 

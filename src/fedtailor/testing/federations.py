@@ -72,8 +72,6 @@ def make_data(
 
 
 class Normed(nn.Module):
-    """Dense layers with BatchNorm in the body."""
-
     def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
         super().__init__()
         self.first = nn.Linear(shape[0], 5)
@@ -113,8 +111,6 @@ class Adapted(nn.Module):
 
 
 class SmallConv(nn.Module):
-    """One convolution on small grey images."""
-
     def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(shape[0], 2, 3)
@@ -188,7 +184,6 @@ def federate(
 
 
 def run(fed: Federation, rounds: int = 3, cohort: Sequence[int] | None = None) -> Tree:
-    """The server's state after some rounds."""
     setting = fed.engine.experiment
     server = setting.algorithm.server_init(setting.model)
     for round in range(rounds):
@@ -214,7 +209,6 @@ def evaluate(fed: Federation, server: Tree, round: int = 3) -> tuple[dict[str, P
 
 
 def models(fed: Federation, server: Tree) -> dict[str, Params]:
-    """Personal models, by name of the client."""
     return evaluate(fed, server)[0]
 
 

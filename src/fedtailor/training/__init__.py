@@ -1,1 +1,1 @@
-"""Local steps as one differentiable operator: optimizers, batches, augmentation; kernels holds the fast paths."""
+"""Local steps as one differentiable operator: optimizers, batches; kernels holds the fast paths."""

@@ -21,7 +21,7 @@ from fedtailor.core.model import is_under
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.plugins import import_object
-from fedtailor.training.solver_options import PartOptions, SolverOptions
+from fedtailor.training.specification import PartOptions, SolverOptions
 
 Memory = list[Tensor]  # is written to
 Number = int | Tensor

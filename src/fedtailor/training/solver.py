@@ -14,8 +14,7 @@ from fedtailor.core.random import brief_stream
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.augmentation import draw
 from fedtailor.training.batches import Batch, cut, orders_of, single, stacked, with_draws
-from fedtailor.training.solver_options import SolverOptions
-from fedtailor.training.specification import Training, wants
+from fedtailor.training.specification import SolverOptions, Training, wants
 from fedtailor.training.steps import train
 
 
@@ -26,7 +25,6 @@ class Solver(SolverOptions):
     def train(
         self, me: ClientContext, tensors: Tree, epochs: int, nth: int, own: OwnSteps
     ) -> tuple[Params, Params, Tree]:
-        """Parameters, buffers and the optimizer's memory after the last step, in the nth training of a call."""
         rows, experiment = me.experiment.data.train, me.experiment
 
         def drawn(is_stacked: bool) -> list[Batch]:
@@ -52,7 +50,6 @@ class Solver(SolverOptions):
         return me.constants(make)[0]
 
     def count_steps(self, setting: Setting, clients: Sequence[int], epochs: int) -> list[int]:
-        """The same of several clients, from what the server knows of them."""
         sizes, least = setting.data.train.bounds(clients)[1], self._least(setting)
         return [
             setting.environment.passes(i, epochs)

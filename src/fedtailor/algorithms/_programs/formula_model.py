@@ -229,6 +229,8 @@ class FormulaModel(Algorithm, ABC):
     def round(self, fed: Federation, server: Tree) -> Tree:
         if "center" in server:
             return server
+        if self.random and len(fed.cohort) < 2:
+            raise DataError("formula: effects that vary between sites need at least two sites")
         return self.fit(fed, self.agree_on_scales(fed))
 
     def personal(self, me: ClientContext, server: Tree) -> Params:

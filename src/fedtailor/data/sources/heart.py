@@ -24,7 +24,6 @@ ZERO_IS_MISSING = ("trestbps", "chol")  # nobody has a blood pressure or cholest
 
 
 def load(config: HeartDiseaseConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Read the four hospitals' processed files."""
     folder = data_root(root)
     sites = [_read(hospital, folder) for hospital in HOSPITALS]
     target = TargetColumn(name="num", task="classification", classes=("absent", "present"))

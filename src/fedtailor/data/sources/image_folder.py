@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from fedtailor.core.data import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import ImageFolderConfig
-from fedtailor.data.files import expand_home
+from fedtailor.data.files import client_name, expand_home
 from fedtailor.data.pools import ImagePool, split_pool
-from fedtailor.data.tabular.read import client_name, read_text_columns
 from fedtailor.errors import DataError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -69,6 +68,8 @@ def _subfolders(path: Path) -> list[Path]:
 
 def _read_listing(path: Path) -> list[ImageEntry]:
     """Images of a table of paths, which are relative to its folder."""
+    from fedtailor.data.tabular.read import read_text_columns  # polars takes a while to import
+
     return [
         ImageEntry(c, label, path.parent / file)
         for c, label, file in read_text_columns(path, "client", "label", "path")

@@ -40,7 +40,6 @@ def load(
 
 
 def image_pool(source: str, use: str, folder: Path) -> ImagePool:
-    """All images of a source."""
     match source:
         case "digits":
             return _digits()

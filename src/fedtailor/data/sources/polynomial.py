@@ -57,7 +57,6 @@ def coefficients(shifts: Floats, setting: int) -> Floats:
 
 
 def _draw(config: PolynomialConfig, seed: int) -> tuple[list[Floats], Floats]:
-    """Inputs and shift of each client."""
     if config.clients > config.samples:
         raise DataError(f"data.clients = {config.clients}: more clients than the {config.samples} samples; lower it")
     if config.layout == "iid":

@@ -28,7 +28,6 @@ ENDS = 2**20  # bytes at either end of a file that are hashed
 
 
 def save(data: FederatedData, folder: Path) -> None:
-    """Write a federation's data to a folder."""
     tensors: dict[str, Tensor] = {}
     about: dict[str, Any] = {name: getattr(data, name) for name in WORDS}
     for split in SPLITS:

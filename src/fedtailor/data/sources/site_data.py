@@ -20,12 +20,13 @@ from torch import Tensor
 
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data.configs import SitesConfig, SplitConfig
+from fedtailor.data.files import SUFFIXES, client_name
 from fedtailor.data.splits import starts
 from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.encode import SiteColumns, encode_sites
 from fedtailor.data.tabular.formula import ColumnKinds, data_of, design_of, parse_formula, rows_of
 from fedtailor.data.tabular.preparation import Floats, Preparation, TargetColumn
-from fedtailor.data.tabular.read import SUFFIXES, client_name, read_table
+from fedtailor.data.tabular.read import read_table
 from fedtailor.data.tabular.target import numeric_values, refuse_text, require_target
 from fedtailor.errors import DataError, nearest
 

@@ -8,12 +8,13 @@ import numpy as np
 
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import FolderConfig
+from fedtailor.data.files import SUFFIXES, client_name
 from fedtailor.data.splits import split
 from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.encode import pooled_moments, stack_rows
 from fedtailor.data.tabular.preparation import CategoryColumn, Floats, NumberColumn, Preparation, Scale
 from fedtailor.data.tabular.prepare import check_newcomer, prepare_tables, rename_columns
-from fedtailor.data.tabular.read import SUFFIXES, client_name, read_client_tables, read_table
+from fedtailor.data.tabular.read import read_client_tables, read_table
 from fedtailor.data.tabular.target import (
     newcomer_target,
     numeric_values,

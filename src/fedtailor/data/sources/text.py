@@ -9,9 +9,9 @@ import numpy as np
 from fedtailor.core.data import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import TextConfig
-from fedtailor.data.files import expand_home
+from fedtailor.data.files import client_name, expand_home
 from fedtailor.data.pools import split_pool
-from fedtailor.data.tabular.read import client_name, read_text_columns
+from fedtailor.data.tabular.read import read_text_columns
 from fedtailor.data.tokens import SentencePool, encoder
 from fedtailor.errors import DataError
 
@@ -35,7 +35,6 @@ def load(config: TextConfig, *, seed: int, root: Path | None = None) -> Federate
 
 
 def _rows(config: TextConfig) -> list[tuple[str, ...]]:
-    """Client, sentence and label of every row."""
     path = expand_home(config.path)
     if path.is_dir():
         if config.client_column is not None:

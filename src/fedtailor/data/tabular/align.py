@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
+import polars as pl
+
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.tabular.columns import ClientTable, Column, is_compact
 from fedtailor.errors import DataError
@@ -75,7 +77,6 @@ def align_tables(tables: Tables, config: FolderConfig) -> AlignedTables:
 
 
 def normalise_name(name: str) -> str:
-    """A column name without case and punctuation."""
     return re.sub(r"[\W_]+", "_", name.strip().casefold()).strip("_")
 
 
@@ -158,8 +159,6 @@ def _unify_dates(tables: Tables) -> Tables:
 
 def _add_absent_columns(tables: Tables, config: FolderConfig) -> tuple[Tables, dict[str, tuple[str, ...]], list[str]]:
     """Add empty columns where a site lacks one, unless it has a column of a similar name."""
-    import polars as pl
-
     everywhere = Counter(name for table in tables.values() for name in table.columns if name != config.target)
     absent: dict[str, list[str]] = {}
     if config.missing == "error" or any(config.target not in table.columns for table in tables.values()):
@@ -198,8 +197,6 @@ def is_id(name: str, columns: Sequence[Column]) -> bool:
 
     Judged over all sites, which may share products or wards; the rows of each may be numbered from 1.
     """
-    import polars as pl
-
     if any(c.is_date for c in columns):
         return False
     rows = sum(c.text.count() for c in columns)
@@ -217,8 +214,6 @@ def is_id(name: str, columns: Sequence[Column]) -> bool:
 
 def is_prose(columns: Sequence[Column]) -> bool:
     """Whether the texts of a column are sentences."""
-    import polars as pl
-
     words = pl.concat([c.text.drop_nulls() for c in columns]).str.count_matches(r"\s+") + 1
     return len(words) > 0 and float(words.median() or 0) >= WORDS  # type: ignore[arg-type]
 

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import polars as pl
 
 from fedtailor.errors import DataError
-
-if TYPE_CHECKING:
-    import polars as pl
 
 _MONEY = r"[$€£¥]|EUR|USD|GBP|CHF|JPY"
 # before, sign, before, digits, after
@@ -35,7 +33,6 @@ _DATES = {r"^(\d{4})[-/](\d{2})[-/](\d{2})" + _CLOCK: (1, 2, 3), r"^(\d{1,2})\.(
 _DOUBTFUL_DATE = r"^(\d{1,2})[-/](\d{1,2})[-/](\d{2}|\d{4})\b"  # which of them is the day?
 # digits that are a code: leading zeros, more digits than a float64 has, 12E4
 _CODE = r"^(?:[+-]?0\d|[+-]?\d{16}|\d+[eE]\d)"
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def first_value(text: pl.Series) -> str | None:
@@ -45,8 +42,6 @@ def first_value(text: pl.Series) -> str | None:
 
 def parse_amounts(text: pl.Series) -> tuple[pl.Series, str] | None:
     """Numbers of a column with a currency, a percent sign or commas, and the unit; None if it has none of them."""
-    import polars as pl
-
     present = text.drop_nulls()
     fits = present.filter(present.str.contains(_UNITS))
     if len(fits) < MOST * len(present) or not len(fits) or fits.str.contains(r"^[+-]?\d+(\.\d+)?$").all():
@@ -87,8 +82,6 @@ def doubtful_number(text: pl.Series) -> str | None:
 
 def parse_named_days(text: pl.Series) -> pl.Series | None:
     """Days since 1970-01-01 of dates with the name of the month; None if some value is not one."""
-    import polars as pl
-
     first = first_value(text)
     if first is None or not re.search(r"[A-Za-z]{3}", first) or not re.search(r"\d", first):
         return None
@@ -101,8 +94,6 @@ def parse_named_days(text: pl.Series) -> pl.Series | None:
 
 def parse_compact_days(text: pl.Series, fewest: int = FEWEST) -> pl.Series | None:
     """Days since 1970-01-01 of numbers such as 20240109, if all of at least `fewest` are dates."""
-    import polars as pl
-
     first = first_value(text)
     if first is None or not re.search(_COMPACT, first):
         return None
@@ -158,8 +149,6 @@ class Column:
     @property
     def date_order(self) -> str:
         """Which part comes first, where a doubtful date shows it: 20 is no month; "both" if some show each."""
-        import polars as pl
-
         if self.doubtful_date is None:
             return ""
         is_first, is_second = (
@@ -169,8 +158,6 @@ class Column:
 
     def in_order(self, order: str) -> Column:
         """Doubtful dates as days, where it is known which part comes first."""
-        import polars as pl
-
         if not order or self.doubtful_date is None:
             return self
         parts = [self.text.str.extract(_DOUBTFUL_DATE, i) for i in (1, 2, 3)]
@@ -184,8 +171,6 @@ class Column:
 
     def of_kind(self, is_date: bool) -> Column:
         """The column with numbers of eight digits as dates or as plain numbers; other columns are unchanged."""
-        import polars as pl
-
         if self.is_date == is_date or not is_compact(self.text):
             return self
         if not is_date:
@@ -195,8 +180,6 @@ class Column:
 
     def labels(self) -> pl.Series:
         """Values as category names; 1 and 1.0 have the same name."""
-        import polars as pl
-
         distinct = self.number.drop_nulls().unique().to_list()
         if self.is_date or not distinct:
             return self.text
@@ -232,8 +215,6 @@ class ClientTable:
 
     def rows_at(self, rows: list[int]) -> ClientTable:
         """Some rows, by number."""
-        import polars as pl
-
         at = pl.Series(rows, dtype=pl.UInt32)
         columns = {
             name: replace(column, text=column.text.gather(at), number=column.number.gather(at))
@@ -244,8 +225,6 @@ class ClientTable:
 
 
 def column_from_series(path: Path, series: pl.Series) -> Column:
-    import polars as pl
-
     kind = series.dtype
     if kind == pl.Boolean or isinstance(kind, pl.Categorical | pl.Enum) or kind == pl.Null:
         series = series.cast(pl.String)
@@ -274,8 +253,6 @@ def column_from_series(path: Path, series: pl.Series) -> Column:
 
 def parse_days(text: pl.Series) -> pl.Series | None:
     """Days since 1970-01-01 if all values are written as dates; null where there is no such day."""
-    import polars as pl
-
     first = first_value(text)
     if first is None:
         return None
@@ -290,14 +267,3 @@ def parse_days(text: pl.Series) -> pl.Series | None:
 
 def _format_number(number: float) -> str:
     return str(int(number)) if number.is_integer() else repr(number)
-
-
-def escape_formula(value: str) -> str:
-    """A text for a CSV file: a quote is put before what a spreadsheet would run as a formula."""
-    if not value.startswith(FORMULA):
-        return value
-    try:
-        float(value)
-    except ValueError:
-        return f"'{value}"
-    return value

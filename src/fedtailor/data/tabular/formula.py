@@ -68,6 +68,8 @@ def parse_formula(text: str, site: str = "") -> Formula:
     left, tilde, right = quoted(text).partition("~")
     if not tilde or not left.strip() or not right.strip():
         raise ConfigError(f'formula "{text}": write it as "response ~ terms"')
+    if re.search(r"[-+*/:|&(^]\s*$", right):
+        raise ConfigError(f'formula "{text}": a term is missing at its end')
     if re.search(r"(?<![\w.)])\.(?![\w.])", right):
         raise ConfigError(f'formula "{text}": "." is not possible; name the columns')
     plain, random = [], []

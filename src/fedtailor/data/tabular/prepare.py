@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import polars as pl
+
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import FolderConfig
+from fedtailor.data.files import client_name
 from fedtailor.data.tabular.align import MAX_CATEGORIES, align_tables, match_columns, refuse_other_units
 from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.earlier_rows import EarlierRows
 from fedtailor.data.tabular.encode import SiteColumns, encode_sites
-from fedtailor.data.tabular.read import client_name
 from fedtailor.data.tabular.target import (
     distinct_labels,
     drop_unlabelled,
@@ -99,8 +101,6 @@ def rename_columns(table: ClientTable, columns: Sequence[str]) -> ClientTable:
 
 def _note_repeats(tables: dict[str, ClientTable], columns: Sequence[str]) -> list[str]:
     """Rows of a site that are there twice, where a column of many values makes that no chance."""
-    import polars as pl
-
     places, count = [], 0
     for table in tables.values():
         if any(table.columns[name].text.n_unique() == table.rows for name in columns):

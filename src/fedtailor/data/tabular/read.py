@@ -9,30 +9,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import polars as pl
 
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.files import expand_home, read_bytes
+from fedtailor.data.files import SUFFIXES, client_name, expand_home, read_bytes
 from fedtailor.data.tabular.columns import MISSING_VALUES, ClientTable, Column, column_from_series
 from fedtailor.data.tabular.parquet_check import check as check_parquet
 from fedtailor.errors import DataError, nearest
 
-if TYPE_CHECKING:
-    import polars as pl
-
-SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet")
 # files with ";" between columns often have "," in numbers
 _DECIMAL_COMMA = r"^\s*([+-]?\d+),(\d+(?:[eE][+-]?\d+)?)\s*$"
 SEPARATORS = ",;\t|"
 WINDOWS = "cp1252"  # Latin-1 with quotes and the euro, as spreadsheets write it
-
-
-def client_name(path: Path) -> str | None:
-    """File name without its ending, or None if it is not a data file."""
-    suffix = next((s for s in SUFFIXES if path.name.lower().endswith(s)), None)
-    if suffix is None or path.name.startswith("."):
-        return None
-    return path.name[: -len(suffix)]
 
 
 def read_table(path: Path, ignore: Sequence[str] = ()) -> ClientTable:
@@ -42,8 +32,6 @@ def read_table(path: Path, ignore: Sequence[str] = ()) -> ClientTable:
 
 def read_rows(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
     """All rows of a file as they are written (as text if it is CSV), and with decimal points in place of commas."""
-    import polars as pl
-
     content = read_bytes(path)
     if not content.strip():
         raise DataError(f"{path}: empty file; put the client's rows there or remove it")
@@ -59,8 +47,6 @@ def read_rows(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 def _read_filled(path: Path) -> pl.DataFrame:
     """Rows of a file that have a value; spreadsheets leave empty ones at the end."""
-    import polars as pl
-
     _, frame = read_rows(path)
     gaps = [
         series.is_null() | series.is_in(MISSING_VALUES) if series.dtype == pl.String else series.is_null()
@@ -83,8 +69,6 @@ def table_from_frame(path: Path, frame: pl.DataFrame, ignore: Sequence[str] = ()
 
 
 def split_by_client(path: Path, column: str, ignore: Sequence[str] = ()) -> dict[str, ClientTable]:
-    import polars as pl
-
     frame = _read_filled(path)
     if column not in frame.columns:
         raise DataError(f'{path}: no client column "{column}"; {nearest(column, frame.columns)}')
@@ -137,8 +121,6 @@ def _is_plain(column: Column) -> bool:
 
 
 def _read_parquet(path: Path, content: bytes) -> pl.DataFrame:
-    import polars as pl
-
     try:
         check_parquet(content)
         return pl.read_parquet(io.BytesIO(content))
@@ -148,8 +130,6 @@ def _read_parquet(path: Path, content: bytes) -> pl.DataFrame:
 
 def _read_csv(path: Path, content: bytes) -> tuple[pl.DataFrame, str]:
     """Rows as text, with null for empty fields, and the separator."""
-    import polars as pl
-
     text = _decode(path, content)
     lines = _normalise_lines(text)
     separator = _find_separator(lines.split("\n", 1)[0])
@@ -267,8 +247,6 @@ def _first_line(error: BaseException) -> str:
 
 def as_frame(rows: Any, origin: str = "rows") -> pl.DataFrame:
     """A polars frame from columns by name or a frame of pandas, which is not imported; `origin` is for messages."""
-    import polars as pl
-
     if isinstance(rows, pl.DataFrame):
         return rows
     if isinstance(rows, pl.LazyFrame):
@@ -284,8 +262,6 @@ def as_frame(rows: Any, origin: str = "rows") -> pl.DataFrame:
 
 
 def _series_from_pandas(name: str, series: Any) -> pl.Series:
-    import polars as pl
-
     if getattr(series.dtype, "kind", "O") in "iufbM" and type(series.dtype).__module__.startswith("numpy"):
         return pl.Series(name, series.to_numpy())
     return _series_from_values(
@@ -295,8 +271,6 @@ def _series_from_pandas(name: str, series: Any) -> pl.Series:
 
 def _series_from_values(name: str, values: list[Any]) -> pl.Series:
     """A series; values of several types become text, as in a CSV file."""
-    import polars as pl
-
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) > 1 and not kinds <= {int, float}:
         return pl.Series(name, [None if value is None else str(value) for value in values], dtype=pl.String)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from fedtailor.data.configs import FolderConfig
@@ -14,9 +15,6 @@ from fedtailor.data.tabular.columns import ClientTable, Column
 from fedtailor.data.tabular.encode import sort_values
 from fedtailor.data.tabular.preparation import Floats, TargetColumn
 from fedtailor.errors import DataError
-
-if TYPE_CHECKING:
-    import polars as pl
 
 FEW = 20  # a target of text or whole numbers with at most so many distinct values is a class
 LARGEST = 1e100  # of a number to predict

@@ -124,7 +124,6 @@ class Pool:
         return self._workers.peak or None
 
     def start(self) -> None:
-        """Give every client its first state."""
         with one_thread():
             state, buffers = initial(self.experiment, [0], is_stacked=False)
         self._start_workers({"state": state, "buffers": buffers})
@@ -144,7 +143,6 @@ class Pool:
         return rebuild(states.layout.tree, (stack[now] for stack in states.stacks(self._where.used)))
 
     def set_states(self, rows: Tree) -> None:
-        """Put saved states back."""
         if self._processes is None:
             self._start_workers(tree_map(lambda v: v[0].clone(), rows))
         states = self._inside.states
@@ -168,7 +166,6 @@ class Pool:
         self._where.begin()
 
     def finish_backward(self) -> None:
-        """The tape is read back: what has reached the private states is now `me.grad`."""
         self._where.drop([spot.row for spot in self._grads.values()])
         self._grads, self._cotangents = self._cotangents, {}
         self._forget_tape()
@@ -179,7 +176,6 @@ class Pool:
         self._where.forget_tape()
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
-        """Bring back the private states before this round, of all or of some clients."""
         self._where.undo(list(self._where.before) if clients is None else clients)
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:

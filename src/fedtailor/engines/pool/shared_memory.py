@@ -68,8 +68,6 @@ class Memory:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of shared memory."""
-
     at: int
     bytes: Tensor
 

@@ -220,7 +220,6 @@ class WorkerProcesses:
         return _answers(answer["answers"], apart, process)
 
     def _start_missing(self) -> None:
-        """As many workers as there should be."""
         context: Any = multiprocessing.get_context("spawn" if self._spawns else "fork")
         if len(self.processes) < self._count:
             machine.trim()  # else a worker that takes memory which lies free here copies it
@@ -245,7 +244,6 @@ class WorkerProcesses:
             self.processes.append(WorkerProcess(process, ours, number))
 
     def _task(self, ours: Connection, theirs: Connection, number: int) -> dict[str, Any]:
-        """What a new process runs."""
         if not self._spawns:
             others = [ours, *(process.connection for process in self.processes)]
             return {"target": serve, "args": (self.worker, theirs, others, os.getpid(), number)}

@@ -79,6 +79,17 @@ function axis(data, keys, count, options = {}) {
   const ticks = d3.ticks(low, high, count);
   return { scale: { domain: [low, high], ticks, tickFormat: format, labelArrow: "none" }, ticks, wide: 7 * Math.max(...ticks.map((v) => format(v).length)) };
 }
+// A logarithmic one, as of ratios: as many ticks as there is room for.
+function logAxis(data, keys, count) {
+  const [low, high] = d3.extent(keys.flatMap((k) => data.map((d) => d[k])).filter((v) => typeof v === "number" && v > 0));
+  const domain = low === undefined ? [0.5, 2] : [Math.min(low / 1.05, 0.9), Math.max(high * 1.05, 1.1)];
+  const powers = d3.range(Math.floor(Math.log10(domain[0])), Math.ceil(Math.log10(domain[1])) + 1);
+  const inside = (steps) => powers.flatMap((k) => steps.map((v) => v * 10 ** k)).filter((v) => v >= domain[0] && v <= domain[1]);
+  const fits = (marks) => marks.slice(1).every((v, i) => Math.log(v / marks[i]) * count > 0.6 * Math.log(domain[1] / domain[0]));
+  const choices = [[1, 2, 5], [1, 3], [1]].map(inside).filter((marks) => marks.length > 1 && fits(marks));
+  const ticks = choices[0] || [domain[0], 1, domain[1]].filter((v, i) => i !== 1 || (domain[0] < 0.8 && domain[1] > 1.25));
+  return { scale: { type: "log", domain, ticks, tickFormat: tick, labelArrow: "none" }, ticks, wide: 7 * Math.max(...ticks.map((v) => tick(v).length)) };
+}
 const tick = (v) => (Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3) ? d3.format(".2~g")(v) : d3.format(",.4~r")(v));
 const cut = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
 const present = (data, key) => data.filter((d) => d[key] !== null && d[key] !== undefined);
@@ -209,9 +220,10 @@ function intervals(chart, width) {
   const order = [...new Set(chart.data.map((d) => d[chart.name]))];
   const bounds = [chart.x, chart.low, chart.high];
   const title = (d) => [d[chart.name], chart.series && d[chart.series], `${chart.xlabel || chart.x} ${short(d[chart.x])}`, typeof d[chart.low] === "number" ? `${short(d[chart.low])} to ${short(d[chart.high])}` : null].filter(Boolean).join("\n");
-  const all = chart.diverging ? [...data, { [chart.x]: 0 }] : data;
+  const middle = chart.log ? 1 : 0;
+  const all = chart.diverging ? [...data, { [chart.x]: middle }] : data;
   if (order.length > 40) {
-    const upwards = axis(all, bounds, 6);
+    const upwards = chart.log ? logAxis(all, bounds, 6) : axis(all, bounds, 6);
     const ranked = data.map((d, i) => ({ ...d, rank: i + 1 }));
     return frame(width, {
       height: 280, marginLeft: upwards.wide + 16, marginBottom: 44, marginTop: 26,
@@ -219,8 +231,8 @@ function intervals(chart, width) {
       y: { ...upwards.scale, label: chart.xlabel || chart.x },
       marks: [
         Plot.gridY(upwards.ticks, { stroke: "var(--grid)", strokeOpacity: 1 }),
-        chart.diverging ? Plot.ruleY([0], { stroke: "var(--soft)" }) : null,
-        Plot.ruleX(ranked, { x: "rank", y1: chart.low, y2: chart.high, stroke: "var(--c0)", strokeOpacity: 0.45, strokeWidth: order.length > 100 ? 1.5 : 3 }),
+        chart.diverging ? Plot.ruleY([middle], { stroke: "var(--soft)" }) : null,
+        Plot.ruleX(ranked.filter((d) => typeof d[chart.low] === "number"), { x: "rank", y1: chart.low, y2: chart.high, stroke: "var(--c0)", strokeOpacity: 0.45, strokeWidth: order.length > 100 ? 1.5 : 3 }),
         Plot.dot(ranked, { x: "rank", y: chart.x, r: order.length > 100 ? 1.6 : 2.6, fill: "var(--c0)" }),
         Plot.tip(ranked, Plot.pointerX({ x: "rank", y: chart.x, title, ...tip() })),
       ],
@@ -228,10 +240,11 @@ function intervals(chart, width) {
   }
   const most = Math.floor((width * 0.42) / 7);
   const left = widest(order, most) + 16;
-  const across = axis(all, [...bounds, ...(chart.inner || [])], Math.max(2, Math.floor((width - left) / 75)));
+  const room = Math.max(2, Math.floor((width - left) / 75));
+  const across = chart.log ? logAxis(all, bounds, room) : axis(all, [...bounds, ...(chart.inner || [])], room);
   const few = series.length <= FEW;
   const row = few && chart.low ? Math.max(24, 9 * series.length + 12) : 28;
-  const marks = [Plot.gridX(across.ticks, { stroke: "var(--grid)", strokeOpacity: 1 }), chart.diverging ? Plot.ruleX([0], { stroke: "var(--soft)" }) : null];
+  const marks = [Plot.gridX(across.ticks, { stroke: "var(--grid)", strokeOpacity: 1 }), chart.diverging ? Plot.ruleX([middle], { stroke: "var(--soft)" }) : null];
   if (!few) marks.push(Plot.dot(data.filter((d) => d[chart.series] !== series[0]), { x: chart.x, y: chart.name, r: 2.4, fill: "var(--c1)", fillOpacity: 0.4 }));
   series.forEach((name, i) => {
     if (!few && i > 0) return;

@@ -8,16 +8,18 @@ layers; equal to the general path of `training` to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from fedtailor.core.data import take
 from fedtailor.core.task import classification_loss, regression_loss
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.training.batches import Batch
-from fedtailor.training.kernels import output_buffers
-from fedtailor.training.kernels.structure import AffineLayer, dense_layers
+from fedtailor.training.kernels import layout, output_buffers, winograd
+from fedtailor.training.kernels.structure import AffineLayer, dense_layers, head_layer
 from fedtailor.training.specification import Training
 
 Gradient = Callable[[Tensor, Tensor], Tensor]  # of a sample's loss by its output
@@ -249,3 +251,24 @@ def _descend(value: Tensor, d: Tensor, inputs: Tensor, mask: Tensor | None) -> N
         value.baddbmm_(d.mT, inputs, alpha=-1)
     else:
         value.sub_(torch.bmm(d.mT, inputs).mul_(mask))
+
+
+AT_ONCE = 256  # samples of a pass
+
+
+def train_head(training: Training, t: Tree) -> tuple[Params, Params]:
+    """The head after all steps of one client: what comes before it is computed once for each sample."""
+    layer, model = head_layer(training.model), training.model
+    assert layer is not None
+    batches = training.draw(False)
+    x, y = training.data.x, training.data.y
+    rows = torch.cat([x.new_zeros(0, dtype=torch.int64), *(b.rows for b in batches)]).unique()
+    t = layout.channels_last_tree(t) if model.likes_channels_last else t
+    by_hand = winograd.inside(model.module) if model.likes_channels_last else nullcontext()
+    with torch.no_grad(), by_hand, model.holding(t["frozen"] | t["params"]) as module:
+        compute: Callable[[Tensor], Tensor] = module.before_head  # type: ignore[assignment]
+        parts = (compute(layout.channels_last(take(x, some))) for some in rows.split(AT_ONCE))
+        before = torch.cat([x.new_zeros(0, t["params"][layer.weight].shape[1]), *parts])
+    mine = [Batch(torch.searchsorted(rows, batch.rows)[None]) for batch in batches]
+    gradient = GRADIENTS[training.loss]
+    return train_one([layer], gradient, t | {"frozen": {}}, before, take(y, rows), mine), t["buffers"]

@@ -24,7 +24,6 @@ def channels_last_tree(t: Tree) -> Tree:
 
 
 def copy_channels_last(value: Tensor) -> Tensor:
-    """A copy that is laid out so."""
     if value.dim() not in LAST:
         return value.clone()
     return torch.empty_like(value, memory_format=LAST[value.dim()]).copy_(value)

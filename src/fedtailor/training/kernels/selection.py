@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fedtailor.core.trees import Params, Tree
-from fedtailor.training.kernels import dense, descent, head, structure
+from fedtailor.training.kernels import dense, descent, structure
 from fedtailor.training.specification import Training
 
 FastPath = Callable[[Training, Tree], tuple[Params, Params]]  # (training, tensors) -> params, buffers
@@ -36,7 +36,7 @@ def fast_path(training: Training, t: Tree) -> FastPath | None:
         return None
     layer = structure.head_layer(training.model) if is_by_hand else None
     if layer is not None and set(t["params"]) == {layer.weight, layer.bias}:
-        return head.train_head
+        return dense.train_head
     return None if training.model.warm_starts or training.model.rebound else descent.descend
 
 

@@ -8,7 +8,7 @@ Rounding errors are about ten times those of the direct way: with float32 3e-6 o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fedtailor.training.kernels.patching import replace_forwards
-
 STEP = 4  # outputs of a tile, in each direction
 POINTS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5)  # and infinity; a kernel of 3 needs the first five
 MOST_WEIGHTS = 2**18  # their transform is several times as large, and would be most of the memory of a step
-LEAST_WEIGHTS = 2**15  # with fewer the transforms cost more than is saved (measured: 12 800 lose, 36 864 gain)
+LEAST_WEIGHTS = 2**15  # with fewer the transforms cost more than is saved
 PRECISE = (torch.float32, torch.float64)  # enough for the transforms
 MOST_IN_VAIN = 1.5  # outputs computed over outputs wanted, where tiles go beyond the image
 
@@ -144,10 +142,32 @@ def _forward(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
 def _has_right_form(layer: nn.Conv2d) -> bool:
     is_simple = layer.stride == layer.dilation == (1, 1) and layer.groups == 1 and layer.padding_mode == "zeros"
-    fits = layer.kernel_size in ((3, 3), (5, 5)) and not isinstance(layer.padding, str)
+    # of 3x3, torch's own are faster with the channels last: by a tenth (128 channels) to a third (64)
+    fits = layer.kernel_size == (5, 5) and not isinstance(layer.padding, str)
     return is_simple and fits and LEAST_WEIGHTS <= layer.weight.numel() <= MOST_WEIGHTS
 
 
 def _outputs(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> tuple[int, int]:
     lost = weight.shape[-1] - 1
     return x.shape[-2] + 2 * padding[0] - lost, x.shape[-1] + 2 * padding[1] - lost
+
+
+@contextmanager
+def replace_forwards(forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Inside, these layers are computed so, but not within torch.func's transforms, which know only torch's own ways.
+    A layer that somebody else has changed stays as it is.
+    """
+    mine = {layer: forward for layer, forward in forwards.items() if "forward" not in vars(layer)}
+    for layer, forward in mine.items():
+        layer.forward = partial(_unless_transformed, layer, forward)
+    try:
+        yield
+    finally:
+        for layer in mine:
+            del layer.forward
+
+
+def _unless_transformed(layer: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    output: Tensor = type(layer).forward(layer, x) if is_transformed else forward(x)
+    return output
