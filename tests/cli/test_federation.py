@@ -37,7 +37,7 @@ def test_without_flare_it_says_how_to_install_it(refused: Refused, monkeypatch: 
         (("local", "3", "small.toml", "--run", "../x"), '--run "../x": use letters, digits'),
         (("local", "9", "small.toml"), "9 sites: digits has 4 clients"),
         (("local", "2", "small.toml", "--set", "algorithm.name=fedrp"), 'algorithm.name: no algorithm "fedrp"'),
-        (("init", "there", "--site", "server"), '--site "server": use letters'),
+        (("init", "there", "--site", "server"), 'site "server": use letters'),
         (("personal", "nowhere"), "nowhere/site.toml: no such file; fedtailor federation init writes one"),
         (("fit",), "federation fit: name the tables of a trial on this machine, or give --admin FOLDER"),
         (("fit", "sites", "--admin", "there"), "federation fit: name the tables of a trial on this machine"),

@@ -12,6 +12,7 @@ from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import FIT, RunFolder, read_json, read_tree, write_json
 from fedtailor.flare.kits import RUNS
+from fedtailor.flare.quotas import SiteQuotas
 from fedtailor.flare.policy import (
     LEDGER,
     Budget,
@@ -215,7 +216,13 @@ def make_site(root: Path) -> tuple[Path, dict[str, Reader]]:
             read_json(path / "private" / LEDGER),
         )
 
+    def quotas(path: Path) -> Any:
+        used = SiteQuotas(Budget(), path / "private")
+        used.read()
+        return used.days, used.before
+
     return site, {
+        "quotas": quotas,
         "standing": lambda path: read_participation(path / "private"),
         "run": lambda path: read_json(path / "private/run-1" / RUN),
         "spent": spent,
