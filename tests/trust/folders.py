@@ -12,7 +12,6 @@ from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import FIT, RunFolder, read_json, read_tree, write_json
 from fedtailor.flare.kits import RUNS
-from fedtailor.flare.quotas import SiteQuotas
 from fedtailor.flare.policy import (
     LEDGER,
     Budget,
@@ -23,6 +22,7 @@ from fedtailor.flare.policy import (
     SitePrivacy,
     make_party,
 )
+from fedtailor.flare.quotas import USED
 from fedtailor.flare.server import SITES
 from fedtailor.flare.site import RUN, SiteState, read_participation, set_participation
 from fedtailor.report.recorded_run import read_run
@@ -216,13 +216,8 @@ def make_site(root: Path) -> tuple[Path, dict[str, Reader]]:
             read_json(path / "private" / LEDGER),
         )
 
-    def quotas(path: Path) -> Any:
-        used = SiteQuotas(Budget(), path / "private")
-        used.read()
-        return used.days, used.before
-
     return site, {
-        "quotas": quotas,
+        "quotas": lambda path: read_json(path / "private" / USED),
         "standing": lambda path: read_participation(path / "private"),
         "run": lambda path: read_json(path / "private/run-1" / RUN),
         "spent": spent,
