@@ -29,9 +29,10 @@ from fedtailor.studies.grid import Cell  # noqa: E402
 from fedtailor.tables.serve import personal  # noqa: E402
 
 NAMES = {"drive": "DRIVE", "stare": "STARE", "chase": "CHASE_DB1", "hrf": "HRF"}
-SHOWN = ("Local", "FedAvg", "Ditto", "Tailor")  # in the pictures
+SHOWN = ("Local", "FedAvg", "FedAvg+FT", "Tailor")  # in the pictures
+FREE = {"chase": "Fraz et al. 2012", "hrf": "Budai et al. 2013"}  # CC BY 4.0; the others may not be shown here
 PICTURES = ROOT / "docs" / "results" / "eyes"
-Scores = dict[str, NDArray[np.float64]]  # of every test image, by clinic: mean over seeds
+Scores = dict[str, NDArray[np.float64]]  # of every test image, by clinic
 
 
 def dice(found: NDArray[np.uint8], true: NDArray[np.uint8]) -> float:
@@ -40,16 +41,19 @@ def dice(found: NDArray[np.uint8], true: NDArray[np.uint8]) -> float:
     return float(2 * (p & t).sum() / (p.sum() + t.sum()))
 
 
-def scores_of(cells: Sequence[Cell], data: FederatedData) -> Scores:
-    """Dice of every test image by the clinic's model of the last round, mean over the seeds that are there."""
-    out: dict[str, list[list[float]]] = {name: [] for name in NAMES}
-    for cell in cells:
-        for i, clinic in enumerate(data.clients):
-            x, y = data.test.of(i)
-            assert isinstance(x, torch.Tensor)
-            masks = personal(cell.folder, clinic, data_root()).predict(x)
-            out[clinic].append([dice(m, t) for m, t in zip(masks, y.numpy(), strict=True)])
-    return {name: np.mean(each, axis=0) for name, each in out.items()}
+def scores_of(cell: Cell, data: FederatedData) -> Scores:
+    """Dice of every test image by the clinic's model of the last round."""
+    out: Scores = {}
+    for i, clinic in enumerate(data.clients):
+        x, y = data.test.of(i)
+        assert isinstance(x, torch.Tensor)
+        masks = personal(cell.folder, clinic, data_root()).predict(x)
+        out[clinic] = np.array([dice(m, t) for m, t in zip(masks, y.numpy(), strict=True)])
+    return out
+
+
+def mean_over(each: Sequence[Scores]) -> Scores:
+    return {name: np.mean([scores[name] for scores in each], axis=0) for name in NAMES}
 
 
 def paired(row: Scores, local: Scores) -> list[str]:
@@ -64,9 +68,9 @@ def paired(row: Scores, local: Scores) -> list[str]:
 
 
 def draw(runs: Mapping[str, Cell], data: FederatedData) -> None:
-    """A PNG for each clinic: image, truth, and the masks of some methods."""
+    """A PNG for each clinic whose images are free: image, truth, and the masks of some methods."""
     PICTURES.mkdir(exist_ok=True)
-    for clinic in data.clients:
+    for clinic in FREE:
         x, y = first_test_image(data, clinic)
         masks = [personal(cell.folder, clinic, data_root()).predict(x)[0] for cell in runs.values()]
         (PICTURES / f"{clinic}.png").write_bytes(side_by_side(x, y[0].numpy(), *masks))
@@ -82,20 +86,25 @@ def main() -> None:
     rows = {row: [c for c in cells if (c.folder / RESULTS).exists()] for (row, _), cells in grid.items()}
     one = {row: cells for row, cells in rows.items() if cells and cells[0].config.evaluation.unseen is None}
     data = load(one["Local"][0].config, data_root())
-    scores = {row: scores_of(cells, data) for row, cells in one.items()}
-    images = {name: len(values) for name, values in scores["Local"].items()}
+    scores = {row: {cell.seed: scores_of(cell, data) for cell in cells} for row, cells in one.items()}
+    images = {name: len(next(iter(scores["Local"].values()))[name]) for name in NAMES}
     print("| against Local | seeds | " + " | ".join(f"{NAMES[c]}, {n} images" for c, n in images.items()) + " |")
     print("|---|---:|" + "---:|" * len(images))
     for row in one:
         if row != "Local":
-            print(f"| {row} | {len(one[row])} | " + " | ".join(paired(scores[row], scores["Local"])) + " |")
+            seeds = sorted(scores[row].keys() & scores["Local"].keys())
+            means = (mean_over([scores[of][seed] for seed in seeds]) for of in (row, "Local"))
+            print(f"| {row} | {len(seeds)} | " + " | ".join(paired(*means)) + " |")
     print(
-        "\nDice in percentage points, mean over the images (images that are better, p of Wilcoxon's signed-rank test)."
+        "\nDice in percentage points: of each image the mean over seeds, then over the images (images that are better, "
     )
+    print("p of Wilcoxon's signed-rank test).")
     shown = {row: one[row][0] for row in SHOWN if row in one}
     draw(shown, data)
     print(f"\nImage, truth, {', '.join(shown)}:\n")
-    print("\n".join(f"![{NAMES[c]}: image, true mask, {', '.join(shown)}](eyes/{c}.png)\n" for c in data.clients))
+    for clinic, source in FREE.items():
+        print(f"![{NAMES[clinic]}: image, true mask, {', '.join(shown)}](eyes/{clinic}.png)\n")
+        print(f"{NAMES[clinic]}, {source}, CC BY 4.0\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dp_accounting.rdp import RdpAccountant
 from torch import nn
 
 from fedtailor import algorithms
-from fedtailor.aggregation import discrete_gaussian as sampler
+from fedtailor.aggregation import noise as sampler
 from fedtailor.aggregation.accountant import privacy_cost
 from fedtailor.aggregation.clip import Clip
 from fedtailor.aggregation.dry_run import rehearse

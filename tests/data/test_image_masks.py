@@ -39,8 +39,10 @@ def test_auto_recognises_masks(space: tuple[int, ...], form: str) -> None:
 
 
 def test_outputs_are_the_classes_and_not_the_width() -> None:
-    data = ft.federated({"a": (images(8, 6, 32), masks(8, 6, 32, classes=3))})
-    assert data.outputs == 3
+    clients = {"a": (images(8, 6, 32), masks(8, 6, 32, classes=3))}
+    assert ft.federated(clients).outputs == 3
+    named = ft.federated(clients, classes=["none", "artery", "vein", "nerve"])
+    assert (named.task, named.outputs) == ("segmentation", 4)
 
 
 def test_other_targets_of_images_are_no_masks() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
@@ -38,8 +38,8 @@ from fedtailor.version import __version__
 from tests.flare.sites import write_sites
 from tests.flare.test_site import SESSION
 from tests.small import config
+from tests.trust.lying_sites import FAST, Judge, search_site
 from tests.trust.lying_sites import NAMES as NAMES_OF_SETTINGS
-from tests.trust.lying_sites import Judge, search_site
 from tests.trust.test_sums import Refusal
 from tests.trust.test_sums import Server as Protocol
 
@@ -288,7 +288,6 @@ def compare(worlds: tuple[World, World], plan: list[tuple[Any, ...]]) -> int:
 
 
 QUIET = list(HealthCheck)
-FAST = (Phase.generate,)  # what is found is shown as it was found: to make it smaller takes longer than the search
 
 
 def search_server(worlds: tuple[World, World], seed: int, examples: int, length: int = 12) -> int:
@@ -321,7 +320,8 @@ def main() -> None:
             for seed in itertools.count():
                 for name, judge in judges.items():
                     if time.process_time() > until:
-                        print(f"plans of a lying site: {done}: no run ended, no bound was passed")
+                        ended = judges["tape"].ended
+                        print(f"plans of a lying site: {done}: {ended} taped runs and no other ended; no bound passed")
                         return
                     search_site(judge, seed, 5)
                     done[name] += 5

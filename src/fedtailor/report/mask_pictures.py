@@ -80,7 +80,7 @@ def side_by_side(x: Tensor, *masks: NDArray[np.uint8]) -> bytes:
     height = max(1, round(WIDTH * tiles[0].shape[0] / tiles[0].shape[1]))
     whole = Image.new("RGB", (len(tiles) * (WIDTH + GAP) - GAP, height), "white")
     for i, tile in enumerate(tiles):
-        way = Image.Resampling.NEAREST if i else Image.Resampling.BILINEAR
+        way = Image.Resampling.NEAREST if i and tile.shape[1] < WIDTH else Image.Resampling.BOX
         whole.paste(Image.fromarray(np.ascontiguousarray(tile)).resize((WIDTH, height), way), (i * (WIDTH + GAP), 0))
     out = io.BytesIO()
     whole.save(out, "PNG", optimize=True)
