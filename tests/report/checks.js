@@ -28,7 +28,7 @@ addEventListener("load", async () => {
     const button = document.querySelector("table[data-sortable] thead th:nth-child(2) button");
     button.click();
     told.sorted = button.closest("th").getAttribute("aria-sort");
-    told.keys = [...button.closest("table").tBodies[0].rows].map((row) => Number(row.children[1].dataset.key));
+    told.keys = [...button.closest("table").tBodies[0].rows].map((row) => Number(row.children[1].dataset.key ?? row.children[1].textContent));
   }
   const first = document.querySelector("details.data"); // of a chart, where there are some
   if (first) first.open = true;
