@@ -154,17 +154,17 @@ class Network:
 
 HERE = "benchmarks.speed_networks"
 NETWORKS: dict[str, Network] = {
-    "ResNet-18, BatchNorm": Network("resnet18", (3, 32, 32), 24, 8, {}),
-    "ResNet-18, GroupNorm": Network("resnet18", (3, 32, 32), 24, 8, {"norm": "group"}),
-    "ViT-tiny": Network(f"{HERE}:VisionTransformer", (3, 32, 32), 24, 8, {}),
+    "ResNet-18, BatchNorm": Network("resnet18", (3, 32, 32), 64, 16, {}),
+    "ResNet-18, GroupNorm": Network("resnet18", (3, 32, 32), 64, 16, {"norm": "group"}),
+    "ViT-tiny": Network(f"{HERE}:VisionTransformer", (3, 32, 32), 64, 16, {}),
     "transformer with LoRA": Network(
         f"{HERE}:TextEncoder", (64,), 64, 16, {}, adapter=AdapterConfig(targets=("*.linear1", "*.linear2")), tokens=1000
     ),
     "LSTM": Network(f"{HERE}:Recurrent", (64, 16), 128, 32, {}),
-    "2D U-Net": Network(f"{HERE}:UNet", (3, 64, 64), 24, 8, {}, has_masks=True),
-    "3D U-Net": Network(f"{HERE}:UNet", (1, 32, 32, 32), 8, 2, {"width": 8}, has_masks=True),
-    "ResNet-18, GroupNorm, bfloat16": Network("resnet18", (3, 32, 32), 24, 8, {"norm": "group"}, "bfloat16"),
-    "ViT-tiny, bfloat16": Network(f"{HERE}:VisionTransformer", (3, 32, 32), 24, 8, {}, "bfloat16"),
+    "2D U-Net": Network(f"{HERE}:UNet", (3, 64, 64), 64, 8, {}, has_masks=True),
+    "3D U-Net": Network(f"{HERE}:UNet", (1, 32, 32, 32), 24, 2, {"width": 8}, has_masks=True),
+    "ResNet-18, GroupNorm, bfloat16": Network("resnet18", (3, 32, 32), 64, 16, {"norm": "group"}, "bfloat16"),
+    "ViT-tiny, bfloat16": Network(f"{HERE}:VisionTransformer", (3, 32, 32), 64, 16, {}, "bfloat16"),
 }
 
 

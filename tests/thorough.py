@@ -59,6 +59,7 @@ PROGRAMS = (  # files and tests: processes, browsers, compilers, examples, and p
     "tests/e2e/test_other_flare.py",
     "tests/e2e/test_processes.py",
     "tests/engines/test_malloc.py",
+    "tests/report/test_federation_page.py::test_in_a_browser",
     "tests/engines/test_torchrun.py",
     "tests/inference/test_federation.py",
     "tests/inference/test_profile.py",

@@ -11,6 +11,7 @@ from fedtailor.algorithms._shared.random_coefficients import shrunk_variances
 from fedtailor.algorithms.empirical_bayes import EmpiricalBayes
 from fedtailor.algorithms.joint_ls import JointLS
 from fedtailor.algorithms.learn2pfed import Learn2pFed
+from fedtailor.algorithms.linear_alone import _nearly_best
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data import load
@@ -144,3 +145,10 @@ def test_sites_with_no_more_samples_than_parameters_learn_together(kind: type[Al
     fed = federate(kind(), data, model)
     _, metrics = evaluate(fed, run(fed, rounds=3))
     assert np.mean([float(m["test/rmse"]) for m in metrics.values()]) < 0.15
+
+
+@pytest.mark.parametrize(("apart", "wanted"), [(5**0.5, [0.0, 1.0]), (3.0, [2.0, 1.0])])
+def test_the_strongest_penalty_within_half_a_standard_error_of_the_best(apart: float, wanted: list[float]) -> None:
+    """Two rows lose 1 + apart and 1 - apart: 2 in all, with a standard error of apart times the root of 2."""
+    scores = torch.tensor([[-1 - apart, apart - 1], [0.0, 0.0]], dtype=torch.float64)
+    assert _nearly_best(scores, torch.ones(2, dtype=torch.float64)).tolist() == wanted

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedtailor.algorithms._shared.hypernetwork import start
 from fedtailor.algorithms.pfedhn import PFedHN
 from fedtailor.core.client import onboard
 from fedtailor.core.trees import Params, Tree
@@ -104,3 +105,13 @@ def test_a_newcomer_learns_its_embedding_only() -> None:
         nn.functional.cross_entropy(torch.func.functional_call(model.module, hyper(v), (x,)), y).backward()
         v = v - 0.3 * v.grad
     assert_equal(onboard(fed.engine.experiment, 3, server, 5), {k: one.detach() for k, one in hyper(v).items()})
+
+
+def test_layers_begin_with_the_variance_that_keeps_that_of_rectified_units() -> None:
+    """He et al., ICCV 2015: 2 over the number of inputs."""
+    data = make_data()
+    phi = start(make_model("linear", data), 50, 200, 0, "hypernetwork")
+    for layer, inputs in (("first", 50), ("second", 200)):
+        weight = phi[layer]["weight"]
+        assert float(weight.var()) == pytest.approx(2 / inputs, rel=0.05)
+        assert not phi[layer]["bias"].any()

@@ -37,7 +37,7 @@ def test_without_flare_it_says_how_to_install_it(refused: Refused, monkeypatch: 
         (("local", "3", "small.toml", "--run", "../x"), '--run "../x": use letters, digits'),
         (("local", "9", "small.toml"), "9 sites: digits has 4 clients"),
         (("local", "2", "small.toml", "--set", "algorithm.name=fedrp"), 'algorithm.name: no algorithm "fedrp"'),
-        (("init", "there", "--site", "server"), '--site "server": use letters'),
+        (("init", "there", "--site", "server"), 'site "server": use letters'),
         (("personal", "nowhere"), "nowhere/site.toml: no such file; fedtailor federation init writes one"),
         (("fit",), "federation fit: name the tables of a trial on this machine, or give --admin FOLDER"),
         (("fit", "sites", "--admin", "there"), "federation fit: name the tables of a trial on this machine"),
@@ -82,10 +82,12 @@ def test_the_template_of_a_site_can_be_read(tmp_path: Path) -> None:
 def test_init_makes_folders_and_adds_to_them(call: Call, refused: Refused, tmp_path: Path) -> None:
     made = call("federation", "init", "fed", "--site", "north", "--site", "south", "--port", "18123")
     assert made.code == 0, made.err
-    assert [line.split(":")[0] for line in made.out.splitlines()] == ["server", "north", "south", "admin"]
+    *folders, keys = made.out.splitlines()
+    assert [line.split(":")[0] for line in folders] == ["server", "north", "south", "admin"]
+    assert "private keys" in keys
     authority = (tmp_path / "fed/server/kit/startup/rootCA.pem").read_bytes()
     more = call("federation", "init", "fed", "--site", "west", "--port", "18123")
-    assert [line.split(":")[0] for line in more.out.splitlines()] == ["west"]
+    assert [line.split(":")[0] for line in more.out.splitlines()[:-1]] == ["west"]
     for name in ("north", "west"):
         kit = tmp_path / "fed" / name / "kit"
         assert (kit / "startup/rootCA.pem").read_bytes() == authority

@@ -42,3 +42,8 @@ def test_what_a_fit_needs_of_a_policy_is_listed() -> None:
     needed = tomllib.loads(policy())["policy"]
     assert {k: sorted(v) for k, v in shown["policy"].items()} == {k: sorted(v) for k, v in needed.items()}
     SiteFile.model_validate(shown)
+
+
+def test_the_file_of_a_site_of_another_flare() -> None:
+    (shown,) = (tomllib.loads(b.text) for b in blocks(ROOT / "docs/how-to/existing-flare.md") if b.file == "site.toml")
+    assert SiteFile.model_validate(shown).kit == Path("..")

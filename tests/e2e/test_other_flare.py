@@ -18,12 +18,20 @@ from fedtailor import data as sources
 from fedtailor.core.algorithm import reply_names
 from fedtailor.data.sources.site_data import write_prepared
 from fedtailor.experiments.store import RESULTS
+from fedtailor.flare.kits import CLASSES
 from fedtailor.flare.participation import SITES, missing, read_sites
 from tests.flare.sites import on_loop, tensors
 from tests.helpers import assert_equal
 from tests.small import config
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs NVIDIA FLARE")
+
+
+def allow_classes(local: Path, role: str) -> None:
+    """As on docs/how-to/existing-flare.md."""
+    resources = json.loads((local / "resources.json.default").read_text())
+    resources["class_allow_list"] += CLASSES[role]
+    (local / "resources.json").write_text(json.dumps(resources))
 
 
 def test_a_poc_deployment_runs_the_job(tmp_path: Path) -> None:
@@ -43,10 +51,12 @@ def test_a_poc_deployment_runs_the_job(tmp_path: Path) -> None:
 
     call("nvflare.cli", "poc", "prepare", "-n", "2")
     (kits,) = workspace.glob("*/prod_00")
+    allow_classes(kits / "server" / "local", "server")
     policy = {"algorithms": ["fedrep"], "sends": reply_names(FedRep), "min_samples": 1, "metrics": True}
     policy |= {"budget": {"min_rows": 1, "decimals": 15}}
     for i, name in enumerate(("site-1", "site-2")):
         local = kits / name / "local"
+        allow_classes(local, "site")
         write_prepared(local / "rows.safetensors", rows, i)
         tables = {"folder": "../fedtailor", "kit": "..", "data": {"path": "rows.safetensors"}, "policy": policy}
         (local / "site.toml").write_text(tomli_w.dumps(tables))
@@ -70,7 +80,7 @@ def test_a_poc_deployment_runs_the_job(tmp_path: Path) -> None:
         call("nvflare.cli", "job", "submit", "-j", "jobs/one", "--startup-kit", str(admin))
         (server,) = (folder for folder in kits.iterdir() if (folder / "startup/fed_server.json").exists())
         run = server / "runs/one"
-        until = time.monotonic() + 600
+        until = time.monotonic() + 400
         while not (run / RESULTS).exists():
             assert time.monotonic() < until, (tmp_path / "start.log").read_text()[-3000:]
             time.sleep(1.0)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from fedtailor.errors import RunError
 from fedtailor.experiments import runner
+from fedtailor.experiments.config import CompareConfig, parse
 from fedtailor.experiments.store import ABOUT, METRICS, RunFolder, read_json, write_json
 from fedtailor.report.write import write
 from fedtailor.serving.export import export
+from fedtailor.studies.compare import GRID, local_reference, run_grid
 from tests.cli.conftest import Call
 from tests.cli.conftest import call as call
-from tests.small import config, stop_after
+from tests.small import DIGITS, config, stop_after
 
 NEW = ("streams", "checked_lines", "code")  # what the record of a run has since then
 
@@ -45,3 +48,26 @@ def test_an_unfinished_run_does_not_go_on_with_other_random_numbers(tmp_path: Pa
     assert refused.value.code == "run.version"
     assert f"fedtailor run '{tmp_path / 'my run' / 'config.toml'}' --out NEW" in str(refused.value)
     assert len(RunFolder(tmp_path / "my run").metrics()) == 1
+
+
+def test_a_comparison_from_before_there_was_a_key_goes_on(tmp_path: Path) -> None:
+    def grid(*algorithms: str) -> CompareConfig:
+        tables = DIGITS | {"rounds": 1, "compare": {"algorithms": list(algorithms), "seeds": [0]}}
+        made: CompareConfig = parse(tables, CompareConfig)
+        return made
+
+    run = partial(run_grid, folder=tmp_path, data_root=None, listener=lambda cell, round, rounds: None)
+    first = [cell.folder for cell in run(grid("local"))]
+    saved = read_json(tmp_path / GRID)
+    del saved["evaluation"]["batch_size"]
+    write_json(tmp_path / GRID, dict(saved))
+    about = dict(read_json(first[0] / ABOUT)) | {"task_id": "of another version"}
+    write_json(first[0] / ABOUT, about)
+    before = RunFolder(first[0]).fingerprint()
+    local, fedavg = run(grid("local", "fedavg"))
+    assert RunFolder(local.folder).fingerprint() == before
+    assert local_reference(RunFolder(fedavg.folder)) == RunFolder(local.folder).results
+    del saved["evaluation"]["every"]
+    write_json(tmp_path / GRID, dict(saved) | {"rounds": 2})
+    with pytest.raises(RunError, match=r"another task.* --fresh"):
+        run(grid("local"))

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 import tomli_w
 
 import fedtailor as ft
 from fedtailor import algorithms
+from fedtailor.algorithms._programs import boosting
 from fedtailor.cli.federation_commands import fit_config, policy
 from fedtailor.core.algorithm import reply_names
 from fedtailor.experiments.store import RunFolder
@@ -93,7 +95,9 @@ def test_the_policy_that_is_printed_is_enough_and_nothing_less_is(tmp_path: Path
     import tomllib
 
     rules = tomllib.loads(policy())["policy"]
-    assert rules["sends"] == reply_names(algorithms.find("tablefit"))
+    assert rules["sends"] == reply_names(algorithms.make("tablefit", {}))
+    assert "gradients by bin" not in rules["sends"]
+    assert "gradients by bin" in reply_names(algorithms.make("tablefit", {"boosted": True}))
     link = Sites(site_files(tmp_path, table(6, [30, 24]), sends=rules["sends"][:-1]))
     with pytest.raises(Exception, match=f'"{rules["sends"][-1]}", which the policy'):
         flare.coordinate(link, fit_config({"source": "sites"}, 0, SETTINGS), "fit", tmp_path / "runs", None)
@@ -113,9 +117,44 @@ def test_secure_sums_give_the_same(tmp_path: Path) -> None:
     ends = []
     for name, more in (("plain", {}), ("secure", {"sums_of": 3, "partners": ["s0", "s1", "s2"]})):
         link = Sites(site_files(tmp_path / name, table(6, [30, 24, 20]), **more))
-        small = ["algorithm.effects=['none']", "federation.deadline=60", f"privacy.secure_sum={bool(more)}".lower()]
+        small = [
+            "algorithm.effects=['none']",
+            "algorithm.boosted=false",
+            "federation.deadline=60",
+            f"privacy.secure_sum={bool(more)}".lower(),
+        ]
         run = flare.coordinate(link, fit_config({"source": "sites"}, 0, small), "fit", tmp_path / name / "runs", None)
         saved = run.load_checkpoint()
         assert saved is not None
         ends.append(saved[1]["state"]["server"])
     assert_equal(ends[1], ends[0], 1e-6)
+
+
+def bent() -> pl.DataFrame:
+    """Three sites that share an effect which is not linear; too small for trees of their own."""
+    rng = np.random.default_rng(8)
+    x, site = rng.normal(size=(330, 2)), np.repeat(np.arange(3), 110)
+    y = 4 * np.abs(x[:, 0]) + x[:, 1] + site + 0.3 * rng.normal(size=330)
+    return pl.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y, "site": [f"s{i}" for i in site]})
+
+
+def test_trees_that_sites_share_by_secure_sums_are_those_of_pooled_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boosting, "MOST_TREES", 3)
+    whole = candidates.cells_of
+    monkeypatch.setattr(candidates, "cells_of", lambda *args: whole(*args)[:2])
+    link = Sites(site_files(tmp_path, bent(), sums_of=3, partners=["s0", "s1", "s2"]))
+    settings = ["algorithm.effects=['none']", "federation.deadline=60", "privacy.secure_sum=true"]
+    config = fit_config({"source": "sites"}, 0, settings)
+    assert config.algorithm.options["boosted"] is True
+    assert "boosted" not in fit_config({"source": "sites"}, 0, settings[:2]).algorithm.options
+    flare.coordinate(link, config, "fit", tmp_path / "runs", None)
+    pooled = ft.fit(bent(), "y", client_column="site", out=tmp_path / "fit", progress=False)
+    for name in ("s0", "s1", "s2"):
+        path, record = fit_results(tmp_path / name / "site.toml")
+        wanted = pooled.record["sites"][name]
+        assert wanted["served"].startswith("boosted")
+        assert record["sites"][name]["served"] == wanted["served"]
+        assert record["sites"][name]["shared_trees"] == pytest.approx(wanted["shared_trees"], abs=1e-6)
+        assert personal(path, name).predict(NEW) == pytest.approx(pooled.personal(name).predict(NEW), rel=1e-6)

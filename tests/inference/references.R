@@ -1,6 +1,6 @@
 # References of tests/inference: pooled fits by lme4, lmerTest and survival.
 #   Rscript tests/inference/references.R DATA OUT.json
-# DATA holds inference/ and multisite/ (docs/how-to/from-lme4.md names where the tables come from).
+# DATA holds inference/ and multisite/ (docs/explanation/mixed-models.md names where the tables come from).
 suppressMessages({
   library(lme4)
   library(lmerTest)

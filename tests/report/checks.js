@@ -28,9 +28,10 @@ addEventListener("load", async () => {
     const button = document.querySelector("table[data-sortable] thead th:nth-child(2) button");
     button.click();
     told.sorted = button.closest("th").getAttribute("aria-sort");
-    told.keys = [...button.closest("table").tBodies[0].rows].map((row) => Number(row.children[1].dataset.key));
+    told.keys = [...button.closest("table").tBodies[0].rows].map((row) => Number(row.children[1].dataset.key ?? row.children[1].textContent));
   }
-  document.querySelector("details.data").open = true;
+  const first = document.querySelector("details.data"); // of a chart, where there are some
+  if (first) first.open = true;
   document.getElementById("theme").click();
   told.other = document.documentElement.dataset.theme;
   await new Promise((wake) => setTimeout(wake, 100));

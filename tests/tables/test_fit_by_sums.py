@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fedtailor import engines
+from fedtailor.algorithms._programs import boosting
 from fedtailor.core import codec
 from fedtailor.core.data import FederatedData
 from fedtailor.core.federation import Federation
@@ -21,6 +22,7 @@ from fedtailor.experiments.building import assemble, load
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.tables import blend, candidates, fit
 from fedtailor.tables.blend import Selection
+from fedtailor.tables.shared_trees import trees_of_state
 from tests.tables.test_table_fit import table
 
 SIZES = [26, 15, 1, 19]
@@ -40,10 +42,13 @@ def tables_of(path: Path, frame: pl.DataFrame) -> dict[str, Any]:
     return {"data": data, "federation": {"engine": "loop"}}
 
 
-def by_sums(tables: dict[str, Any], data: FederatedData, engine: str, effects: Sequence[str]) -> tuple[Federation, Any]:
+def by_sums(
+    tables: dict[str, Any], data: FederatedData, engine: str, effects: Sequence[str], boosted: bool = False
+) -> tuple[Federation, Any]:
     """The program on an engine, round after round."""
     solved = {"rounds": 1, "model": {"name": "linear", "dtype": "float64"}, "federation": {"engine": engine}}
-    config: RunConfig = parse(tables | solved | {"algorithm": {"name": "tablefit", "effects": list(effects)}})
+    algorithm = {"name": "tablefit", "effects": list(effects), "boosted": boosted}
+    config: RunConfig = parse(tables | solved | {"algorithm": algorithm})
     experiment = assemble(config, data)
     running = engines.make(engine, experiment)  # type: ignore[arg-type]
     running.start()
@@ -131,3 +136,39 @@ def test_other_engines_agree(engine: str, tmp_path: Path) -> None:
     states = [fed.engine.get_states()["state"]["models"] for fed in (first, other)]
     torch.testing.assert_close(states[1], states[0], rtol=0, atol=1e-6)
     other.engine.close()
+
+
+def bent(seed: int, is_class: bool) -> pl.DataFrame:
+    """Small sites that share an effect which is not linear."""
+    rng, sites, rows = np.random.default_rng(seed), 24, 15
+    x, site = rng.normal(size=(sites * rows, 3)), np.repeat(np.arange(sites), rows)
+    y = 3 * np.abs(x[:, 0]) - 2.4 + x[:, 1] + rng.normal(size=sites)[site]
+    if is_class:
+        target = pl.Series("y", np.where(rng.random(len(y)) < 1 / (1 + np.exp(-2 * y)), "yes", "no"))
+    else:
+        target = pl.Series("y", y + 0.3 * rng.normal(size=len(y)))
+    columns = {f"x{j}": x[:, j] for j in range(3)}
+    return pl.DataFrame(columns | {"site": [f"s{i:02d}" for i in site]}).with_columns(target)
+
+
+@pytest.mark.parametrize("is_class", [False, True])
+def test_trees_that_sites_share_are_those_of_one_process(
+    is_class: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boosting, "MOST_TREES", 6)
+    tables = tables_of(tmp_path, bent(3, is_class))
+    loaded = load(parse(tables | {"rounds": 1}))
+    effects = ("intercept",) if is_class else ("none", "intercept")
+    labels = [candidates.LABELS[effect] for effect in ("", *effects)]
+    cells = [cell for cell in candidates.cells_of(tables, loaded, tmp_path / "fit") if cell.label in labels]
+    found, data = fit.train_and_select(cells, loaded, tmp_path / "fit", 0, None, lambda *args: None, 0)
+    fed, _ = by_sums(tables, loaded, "loop", effects, boosted=True)
+    assert found.shared is not None
+    assert found.shared.max() > 0.5
+    state = fed.engine.get_states()["state"]
+    np.testing.assert_allclose(state["served"][:, -1].numpy(), found.shared, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(state["sure"].numpy(), np.array(found.gains), rtol=0, atol=1e-6)
+    straight = blend.read_shared_trees(tmp_path / "fit", data)(data.train.x)
+    scale = (state["center"][0], state["spread"][0])
+    by_hand = trees_of_state({k: v[0] for k, v in state["trees"].items()}, *scale, data.outputs)
+    torch.testing.assert_close(by_hand(data.train.x), straight, rtol=0, atol=1e-6)

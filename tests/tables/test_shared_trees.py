@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import fedtailor as ft
+from fedtailor.algorithms._programs import boosting
+from fedtailor.algorithms._programs.boosting import FEWEST_IN_LEAF, RATE, RIDGE
 from fedtailor.serving.predict import predict_by_site
-from fedtailor.tables import shared_trees
 from fedtailor.tables.boosted_trees import TREES_FOLDER
-from fedtailor.tables.shared_trees import FEWEST_IN_LEAF, RATE, RIDGE, SharedTrees, bin_edges, fit_shared_trees
+from fedtailor.tables.shared_trees import SharedTrees, fit_shared_trees
 
 SITES, ROWS = 30, 20
 
@@ -76,15 +77,15 @@ def test_what_one_large_site_has_is_not_shared() -> None:
 
 def test_the_first_split_is_that_of_histograms_summed_over_sites(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y, _ = rows(3, 2.0)
-    edges = bin_edges(x)
+    edges = boosting.edges_of_counts(boosting.count_marks(x.numpy()))
     gradients = -y[:, 0].numpy()
-    sums = np.zeros((3, shared_trees.BINS, 2))  # feature, bin: gradients and rows
+    sums = np.zeros((3, boosting.BINS, 2))  # feature, bin: gradients and rows
     for site in range(SITES):  # each adds its own
         at = slice(site * ROWS, (site + 1) * ROWS)
         for j in range(3):
             bins = np.searchsorted(edges[j], x[at, j].numpy())
-            sums[j, :, 0] += np.bincount(bins, gradients[at], shared_trees.BINS)
-            sums[j, :, 1] += np.bincount(bins, minlength=shared_trees.BINS)
+            sums[j, :, 0] += np.bincount(bins, gradients[at], boosting.BINS)
+            sums[j, :, 1] += np.bincount(bins, minlength=boosting.BINS)
     best, split = -np.inf, (0, 0.0)
     g, n = sums[0].sum(0)
     for j in range(3):
@@ -99,7 +100,7 @@ def test_the_first_split_is_that_of_histograms_summed_over_sites(monkeypatch: py
     assert found is not None
     assert int(found.trees.feature[0]) == split[0]
     assert float(found.trees.threshold[0]) == pytest.approx(split[1])
-    assert float(found.trees.value.abs().max()) <= RATE * shared_trees.FARTHEST
+    assert float(found.trees.value.abs().max()) <= RATE * boosting.FARTHEST
 
 
 @pytest.fixture(scope="module")

@@ -147,6 +147,33 @@ def test_a_fit_goes_on_without_repeating_folds(tmp_path: Path, monkeypatch: pyte
     assert again.record["sites"] == fresh.record["sites"]
 
 
+def test_a_kill_loses_the_running_fold_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, whole = list[str](), linear.train
+
+    def killed(config: Any, *args: Any) -> Any:
+        if len(trained) == 12:  # in the third fold of the third candidate
+            raise KeyboardInterrupt
+        trained.append(config.algorithm.name)
+        return whole(config, *args)
+
+    made: dict[str, Any] = {"client_column": "site", "progress": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "train", killed)
+        with pytest.raises(KeyboardInterrupt):
+            ft.fit(table(3, [12, 9, 10]), "y", out=tmp_path / "out", **made)
+
+    def counting(config: Any, *args: Any) -> Any:
+        trained.append(config.algorithm.name)
+        return whole(config, *args)
+
+    monkeypatch.setattr(linear, "train", counting)
+    again = ft.fit(table(3, [12, 9, 10]), "y", out=tmp_path / "out", **made)
+    assert len(trained) == 5 * 5  # folds of alone, common and three mixed models: none twice
+    assert not list((tmp_path / "out").glob("*/fold-*"))
+    fresh = ft.fit(table(3, [12, 9, 10]), "y", out=tmp_path / "fresh", **made)
+    assert again.record["sites"] == fresh.record["sites"]
+
+
 def test_without_time_the_sites_keep_their_own_models(tmp_path: Path) -> None:
     table(4, [12, 9, 10]).write_csv(tmp_path / "all.csv")
     source = {"source": "folder", "path": str(tmp_path / "all.csv"), "target": "y", "client_column": "site"}

@@ -22,6 +22,7 @@ from fedtailor.flare.policy import (
     SitePrivacy,
     make_party,
 )
+from fedtailor.flare.quotas import USED
 from fedtailor.flare.server import SITES
 from fedtailor.flare.site import RUN, SiteState, read_participation, set_participation
 from fedtailor.report.recorded_run import read_run
@@ -216,6 +217,7 @@ def make_site(root: Path) -> tuple[Path, dict[str, Reader]]:
         )
 
     return site, {
+        "quotas": lambda path: read_json(path / "private" / USED),
         "standing": lambda path: read_participation(path / "private"),
         "run": lambda path: read_json(path / "private/run-1" / RUN),
         "spent": spent,

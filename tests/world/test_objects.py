@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.utils.data import default_collate
 
 import fedtailor as ft
 from fedtailor import FederatedData
+from fedtailor.core.data import take
 from fedtailor.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -145,3 +148,33 @@ def test_what_is_none_of_them_is_one_clear_line(make: Any, words: str, tmp_path:
         make()
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+class Slow(torch.utils.data.Dataset[Any]):
+    """Items that have to be waited for; `most` were read at the same time."""
+
+    def __init__(self) -> None:
+        self.now, self.most, self.lock = 0, 0, threading.Lock()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> tuple[Any, int]:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.01)
+        with self.lock:
+            self.now -= 1
+        return np.full(3, i, dtype=np.float32), i % 2
+
+
+def test_threads_read_the_items_of_a_batch() -> None:
+    one, many = Slow(), Slow()
+    first, second = (
+        take(ft.federated({"ada": of}, lazy=True, threads=threads).train.x, torch.arange(6))
+        for of, threads in ((one, 0), (many, 4))
+    )
+    assert torch.equal(first, second)
+    assert one.most == 1
+    assert 1 < many.most <= 4

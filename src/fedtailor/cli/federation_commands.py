@@ -320,17 +320,23 @@ def fit(
 
 
 def fit_config(data: dict[str, Any], seed: int, settings: list[str]) -> Any:
-    """The configuration of a fit: one round of a program that solves, blends and chooses."""
+    """The configuration of a fit: one round of a program that solves, blends and chooses.
+
+    Trees that all sites share are tried where sums are secure: by themselves a small site's show its rows.
+    """
     from fedtailor.experiments.config import RunConfig, parse, with_settings
 
-    tables = {
+    tables: dict[str, Any] = {
         "seed": seed,
         "rounds": 1,
         "data": data,
         "model": {"name": "linear", "dtype": "float64"},
         "algorithm": {"name": "tablefit"},
     }
-    return parse(with_settings(tables, settings), RunConfig, "fit")
+    chosen = dict(with_settings(tables, settings))
+    if chosen.get("privacy", {}).get("secure_sum"):
+        chosen["algorithm"] = {"boosted": True} | chosen["algorithm"]
+    return parse(chosen, RunConfig, "fit")
 
 
 def _at_sites(admin: Path, config: Any, name: str, least: int) -> dict[str, dict[str, Any]]:
@@ -374,7 +380,7 @@ def policy() -> str:
     from fedtailor import algorithms
     from fedtailor.core.algorithm import reply_names
 
-    sends = reply_names(algorithms.find("tablefit"))
+    sends = reply_names(algorithms.make("tablefit", {}))
     return tomli_w.dumps({"policy": {"algorithms": ["tablefit"], "models": ["linear"], "sends": sends}})
 
 

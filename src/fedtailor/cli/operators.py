@@ -98,6 +98,23 @@ def _server_status(admin: Path) -> tuple[dict[str, Any], list[str]]:
     return record, lines
 
 
+def watch(
+    folder: Folder,
+    port: Annotated[int, typer.Option("--port", metavar="N", help="Port; 0: any free one.")] = 0,
+) -> None:
+    """Serve a live page of a participant, to this machine only, under an address that nobody can guess.
+
+    Of the server: sites, rounds, figures, faults, traffic, epsilon, its log. Of a site: what left it and what could be
+    concluded from that, runs that wait for approval, its log. Ctrl-C stops the page, not the participant.
+    """
+    from fedtailor.report.federation_page import participant_server
+
+    with participant_server(folder, port) as page_server:
+        print(f"watching {folder} at {page_server.address} (Ctrl-C to stop)", flush=True)
+        with suppress(KeyboardInterrupt):
+            page_server.serve_forever()
+
+
 def health(folder: Folder) -> None:
     """Check a participant: exit code 0 if all is well, else 1.
 
@@ -329,6 +346,6 @@ def private_folder(folder: Path) -> Path:
 
 
 COMMANDS = (
-    *(status, health, metrics, pending, pause, leave, withdraw),
+    *(status, watch, health, metrics, pending, pause, leave, withdraw),
     *(certificates, request, approve, join, renew, revoke, audit),
 )

@@ -10,7 +10,6 @@ import typer
 from fedtailor.cli.options import AsJson, DataRoot, Settings
 from fedtailor.cli.output import print_json, print_table, progress_to_stderr
 from fedtailor.errors import ConfigError
-from fedtailor.report.advice_page import between
 
 FILE, PAGE = "advice.json", "advice.html"
 
@@ -42,7 +41,7 @@ def advise(
     The gain is the expected squared error of new rows by a site's own ridge regression, less that by the mixed model
     of all sites; its interval is for that expectation.
     """
-    from fedtailor.report.advice_page import write_advice
+    from fedtailor.report.advice_page import between, write_advice
     from fedtailor.tables.advice import advise as advised
     from fedtailor.tables.advice import read_sites
     from fedtailor.tables.worth import worth as worth_matrix

@@ -173,6 +173,11 @@ class Algorithm:
                 raise TypeError(f"{cls.__name__}.{name}: an option cannot be called so, it would hide Algorithm.{name}")
 
     @property
+    def never_called(self) -> frozenset[str]:
+        """Client functions that these options never call: sites refuse them, and need not allow their replies."""
+        return frozenset()
+
+    @property
     def preparation(self) -> int:
         """Rounds before the first one, in which something is learned for the run; they have numbers up to 0."""
         return 0
@@ -344,9 +349,11 @@ def _names(server: Tree) -> set[str]:
 
 
 def client_functions(algorithm: Algorithm | type[Algorithm]) -> dict[str, Callable[..., Any]]:
-    """The methods marked by `on_client`, by name."""
+    """The methods marked by `on_client`, by name; of an algorithm with options those that it may call."""
     kind: Any = algorithm if isinstance(algorithm, type) else type(algorithm)
-    return _client_functions(kind)
+    of_kind = _client_functions(kind)
+    never = frozenset() if isinstance(algorithm, type) else algorithm.never_called
+    return {name: fn for name, fn in of_kind.items() if name not in never} if never else of_kind
 
 
 @lru_cache(maxsize=256)

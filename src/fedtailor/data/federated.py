@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -29,6 +29,14 @@ NUMBERS = "biuf"  # kinds of numpy's types
 GIVE = "give (x, y), a table, a Dataset, or the splits train, val and test"
 
 
+class DatasetReading(NamedTuple):
+    """How torch Datasets are read: batch by batch or at once, collated by what, by so many threads."""
+
+    is_lazy: bool
+    collate: Callable[[Any], Any] | None
+    threads: int
+
+
 def federated(
     clients: Mapping[str, Any] | Sequence[Any],
     *,
@@ -42,6 +50,7 @@ def federated(
     seed: int = 0,
     lazy: bool = False,
     collate: Callable[[Any], Any] | None = None,
+    threads: int = 0,
 ) -> FederatedData:
     """The data of a federation from arrays, frames or Datasets.
 
@@ -61,6 +70,8 @@ def federated(
         seed: Of the split.
         lazy: Read torch Datasets batch by batch instead of keeping them in memory.
         collate: Makes a batch of the inputs of a Dataset; default: torch's.
+        threads: So many read the items of a batch of a lazy Dataset at the same time, as a DataLoader's workers do.
+            Items that draw random numbers are then not the same in every run.
 
     Returns:
         Data for `fedtailor.run`.
@@ -76,10 +87,11 @@ def federated(
     if len(samples) < len(clients):
         raise DataError(f"{name}: two clients have the same name as text; each needs a name of its own")
     notes = () if lazy else tuple(_random_datasets(samples))
+    how = DatasetReading(lazy, collate, threads)
     features = _feature_names([part for of in samples.values() for part in of.values()], target)
     pairs = {
         client: {
-            s: read_samples(v, f'{name}: client "{client}"' + (f", {s}" if s else ""), target, features, lazy, collate)
+            s: read_samples(v, f'{name}: client "{client}"' + (f", {s}" if s else ""), target, features, how)
             for s, v in of.items()
         }
         for client, of in samples.items()
@@ -286,7 +298,7 @@ def is_frame(value: Any) -> bool:
 
 
 def read_samples(
-    samples: Any, where: str, target: str, features: Sequence[str], lazy: bool, collate: Callable[[Any], Any] | None
+    samples: Any, where: str, target: str, features: Sequence[str], how: DatasetReading
 ) -> tuple[Tree, Targets]:
     """Samples and targets of a client; a table's columns are in the order of `features`."""
     x: Tree
@@ -299,7 +311,7 @@ def read_samples(
         x = _named_inputs({k: v for k, v in columns.items() if k != target}, where)
         y = _to_targets(_target_column(columns, target, where), f"{where}, {target}")
     elif _is_dataset(samples):
-        x, y = _read_dataset(samples, where, target, lazy, collate)
+        x, y = _read_dataset(samples, where, target, how)
     else:
         raise DataError(f"{where}: {GIVE}; it is a {type(samples).__name__}")
     if count(x) != len(y):
@@ -365,9 +377,7 @@ def _is_dataset(value: Any) -> bool:
     )
 
 
-def _read_dataset(
-    dataset: Any, where: str, target: str, lazy: bool, collate: Callable[[Any], Any] | None
-) -> tuple[Tree, Targets]:
+def _read_dataset(dataset: Any, where: str, target: str, how: DatasetReading) -> tuple[Tree, Targets]:
     """Read a Dataset of pairs, or of dicts with the target as one entry."""
     items = [dataset[i] for i in range(len(dataset))]
     if not items:
@@ -381,9 +391,10 @@ def _read_dataset(
     else:
         raise DataError(f"{where}: an item of a Dataset must be a pair (x, y), or a dict with the target")
     targets = _to_targets([v.numpy() for v in y] if isinstance(y[0], Tensor) else y, f"{where}, y")
-    if lazy or collate is not None:
-        samples = DatasetSamples(dataset, range(len(dataset)), pick, collate or torch.utils.data.default_collate)
-        return (samples if lazy else samples.read(torch.arange(len(items)))), targets
+    if how.is_lazy or how.collate is not None:
+        collate = how.collate or torch.utils.data.default_collate
+        samples = DatasetSamples(dataset, range(len(dataset)), pick, collate, threads=how.threads)
+        return (samples if how.is_lazy else samples.read(torch.arange(len(items)))), targets
     picked = [pick(item) for item in items]
     if isinstance(picked[0], Mapping):
         return _named_inputs({str(k): [np.asarray(one[k]) for one in picked] for k in picked[0]}, where), targets

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import struct
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -129,6 +131,12 @@ def _safetensors_layout(path: Path, key: str) -> tuple[np.dtype[Any], tuple[int,
         raise DataError(f"{path}: cannot be read as safetensors: {error}") from None
 
 
+@lru_cache(maxsize=4)
+def _readers(threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads that stay from batch to batch; a forked process has none of its parent's."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="fedtailor reader")
+
+
 @dataclass(frozen=True)
 class DatasetSamples:
     """Inputs of a map-style torch Dataset; `pick` extracts the input from an item."""
@@ -138,6 +146,7 @@ class DatasetSamples:
     pick: Callable[[Any], Any]
     collate: Callable[[Any], Any] = torch.utils.data.default_collate
     dtype: torch.dtype | None = None
+    threads: int = 0  # that read the items of a batch; 0: one after another
 
     def __len__(self) -> int:
         return len(self.at)
@@ -146,7 +155,12 @@ class DatasetSamples:
         """Some samples, collated as by a DataLoader."""
         numbers = [self.at[i] for i in rows.tolist()]
         many = getattr(self.dataset, "__getitems__", None)
-        items = many(numbers) if many is not None else [self.dataset[i] for i in numbers]
+        if many is not None:
+            items = many(numbers)
+        elif self.threads > 1:
+            items = list(_readers(self.threads, os.getpid()).map(self.dataset.__getitem__, numbers))
+        else:
+            items = [self.dataset[i] for i in numbers]
         try:
             batch = self.collate([self.pick(item) for item in items])
         except (RuntimeError, TypeError) as error:

@@ -180,6 +180,8 @@ def _explain(error: ValidationError, kind: type[BaseModel]) -> str:
             continue
         if path[:1] == ["search"] and part in (VALUES, RANGE):
             continue
+        if path == ["evaluation", "unseen"]:  # pydantic names the kind of value that it tried, a fraction or names
+            continue
         path.append(part)
         field = model.model_fields.get(part)
         kinds = () if field is None else (field.annotation, *get_args(field.annotation))  # it may be optional

@@ -27,13 +27,21 @@ class SiteQuotas:
         self.budget = budget
         self.path = folder / USED
         self._written = 0.0
+        self.days: dict[str, list[float]] | None = None  # read with the first request, which a damaged file refuses
+        self.before: list[float] = [0, 0.0]  # all days but the last
+
+    def read(self) -> None:
+        """Go on from what the file says."""
         content = dict(read_json(self.path)) if self.path.exists() else {}
-        self.days: dict[str, list[float]] = {day: list(used) for day, used in content.get("days", {}).items()}
-        self.before: list[float] = list(content.get("before", [0, 0.0]))  # all days but the last
+        self.before = list(content.get("before", self.before))
+        self.days = {day: list(used) for day, used in content.get("days", {}).items()}
 
     @property
     def today(self) -> list[float]:
         """Bytes and seconds of this day."""
+        if self.days is None:
+            self.read()
+        assert self.days is not None
         day = datetime.now(UTC).date().isoformat()
         if day not in self.days:
             for used in self.days.values():

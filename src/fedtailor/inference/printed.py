@@ -27,7 +27,7 @@ def number(value: float | None, digits: int = 4) -> str:
     if value is None or math.isnan(value):
         return "NA"
     if abs(value) < 0.1 and value:
-        return f"{value:.{digits}g}"
+        return f"{value:#.{digits}g}"
     return f"{value:.{digits if abs(value) < 1e4 else 1}f}"
 
 

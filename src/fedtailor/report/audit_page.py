@@ -14,7 +14,12 @@ def audit_html(site: str, records: Sequence[RunRecord], spent: str = "") -> str:
     """The page as HTML; `spent` describes the site's privacy budget."""
     footer = f"Made by fedtailor {__version__} from the site's own record."
     about = f"{len(records)} run{'s' if len(records) != 1 else ''}" + (f"; {spent}" if spent else "")
-    return render_html(Page(f"What left {site}", "Audit", about, True, tuple(map(_section, records)), footer))
+    return render_html(Page(f"What left {site}", "Audit", about, True, audit_sections(records), footer))
+
+
+def audit_sections(records: Sequence[RunRecord]) -> tuple[PageSection, ...]:
+    """What left in each run, and what could be concluded from it."""
+    return tuple(map(_section, records))
 
 
 def _section(record: RunRecord) -> PageSection:

@@ -36,14 +36,32 @@ class Chart:
 
     def plain(self) -> dict[str, Any]:
         """For the page's script; no number is infinite or not a number."""
-        rows = [[plain(v) for v in row] for row in self.rows]
+        digits = 7 if len(self.rows) <= MANY_ROWS else 5  # no chart shows more
+        rows = [[plain(v, digits) for v in row] for row in self.rows]
         return {"id": self.id, "kind": self.kind, "columns": list(self.columns), "rows": rows, **self.options}
+
+
+MANY_ROWS = 500  # of a chart
+SHOWN = 1e-3  # of a number by which its text may differ: thousands of sites would fill a page with digits
 
 
 @dataclass(frozen=True)
 class TableCell:
     text: str
     key: Value = None
+
+    @property
+    def sort_key(self) -> str | None:
+        """What the cell is sorted by; None where its text does."""
+        value = plain(self.key)
+        if isinstance(value, float):
+            try:
+                if math.isclose(float(self.text), value, rel_tol=SHOWN):
+                    return None
+            except ValueError:
+                pass  # a text with a unit or a sign of its own
+        key = "" if value is None else str(value)
+        return None if key == self.text else key
 
 
 @dataclass(frozen=True)
@@ -104,11 +122,11 @@ class Page:
     footer: str  # last line
 
 
-def plain(value: Value) -> Value:
-    """Rounded to seven digits, as of single precision; None for inf and nan."""
+def plain(value: Value, digits: int = 7) -> Value:
+    """Rounded, by default as of single precision; None for inf and nan."""
     if not isinstance(value, float):
         return value
-    return float(f"{value:.7g}") if math.isfinite(value) else None
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def cells(*values: str | TableCell) -> tuple[TableCell, ...]:

@@ -118,7 +118,7 @@ def finished_run_beside(run: RecordedRun, algorithm: str) -> RecordedRun | None:
     """A finished run of another algorithm on the same task, with the same clients, in the same parent folder."""
     for other in sorted(run.path.resolve().parent.glob(f"*/{RESULTS}")):
         with suppress(UserError, KeyError):  # a damaged run is no neighbour
-            if RunFolder(other.parent).about["task_id"] == run.about["task_id"]:
+            if RunFolder(other.parent).config.task_id == run.config.task_id:
                 neighbour = read_run(other.parent)
                 if neighbour.config.algorithm.name == algorithm and neighbour.clients == run.clients:
                     return neighbour

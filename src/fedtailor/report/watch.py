@@ -6,8 +6,9 @@ import hashlib
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from secrets import compare_digest
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from fedtailor.errors import RunError, UserError
 from fedtailor.experiments.store import METRICS, RESULTS
@@ -44,18 +45,26 @@ class WatchedPage:
             return self._cached
 
 
+class Watched(Protocol):
+    """What a `Server` shows."""
+
+    def current(self) -> tuple[str, bool, str]:
+        """The version, whether nothing more will come, and the page."""
+
+
 class Server(ThreadingHTTPServer):
-    """Serves `/` and `/data` to this machine."""
+    """Serves `/` and `/data` to this machine; with a token, below a folder of that name, which others cannot guess."""
 
     daemon_threads = True
 
-    def __init__(self, watched: WatchedPage, port: int) -> None:
+    def __init__(self, watched: Watched, port: int, token: str = "") -> None:
         self.watched = watched
+        self.root = f"/{token}/" if token else "/"
         super().__init__((HOST, port), Handler)
 
     @property
     def address(self) -> str:
-        return f"http://{HOST}:{self.server_port}/"
+        return f"http://{HOST}:{self.server_port}{self.root}"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -68,10 +77,10 @@ class Handler(BaseHTTPRequestHandler):
         allowed = {f"{name}:{self.server.server_port}" for name in NAMES}
         if self.headers.get("Host") not in allowed:
             self._answer(403, "text/plain", "this page is only for this machine")
-        elif self.path not in ("/", "/data"):
-            self._answer(404, "text/plain", "only / and /data are here")
+        elif not any(compare_digest(self.path.encode(), f"{self.server.root}{name}".encode()) for name in ("", "data")):
+            self._answer(404, "text/plain", "only / and /data are here, below the token if there is one")
         else:
-            self._content(self.path)
+            self._content("/" if self.path.endswith("/") else "/data")
 
     def _content(self, path: str) -> None:
         try:

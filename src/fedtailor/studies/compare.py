@@ -122,19 +122,24 @@ def _remove(folders: Sequence[Path]) -> None:
 
 def _claim(config: CompareConfig, folder: Path) -> None:
     """A folder belongs to one task; its grid may grow by algorithms and seeds, and its search by trials."""
-    free = ("compare", "search", "algorithm", "seed", "federation", "tracking")
-    fixed = {k: v for k, v in config.plain().items() if k not in free}
+    fixed = _fixed(config)
     path, files = folder / GRID, digest(config.data)
     if path.exists():
         saved = read_json(path)
         before = saved.pop("files", None)  # older folders do not tell
-        if saved != fixed:
+        if saved != fixed and _fixed(parse(dict(saved), CompareConfig, str(path))) != fixed:  # of older folders, too
             raise RunError(f"{folder}: holds a comparison on another task; use --fresh for a new folder, or --out")
         if None not in (before, files) and before != files:
             raise RunError(f"{folder}: the data is no longer what it was; use --fresh for a new folder, or --out")
         files = files or before
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, fixed | {"files": files})
+
+
+def _fixed(config: CompareConfig) -> dict[str, Any]:
+    """What all runs of a folder have in common."""
+    free = ("compare", "search", "algorithm", "seed", "federation", "tracking")
+    return {k: v for k, v in config.plain().items() if k not in free}
 
 
 @dataclass(frozen=True)
@@ -220,10 +225,10 @@ def _others(results: Sequence[Mapping[str, Any]], metric: str) -> dict[str, tupl
 
 def local_reference(folder: RunFolder) -> dict[str, Any] | None:
     """The results of a finished Local run on the same task beside this one, if there is one."""
-    task = folder.about["task_id"]
+    task = folder.config.task_id  # by the keys of today, for folders of any version
     for other in sorted(folder.path.resolve().parent.glob(f"*/{RESULTS}")):
         sibling = RunFolder(other.parent)
         with suppress(UserError):  # a damaged neighbour is none
-            if sibling.about["task_id"] == task and sibling.config.algorithm.name == "local":
+            if sibling.config.task_id == task and sibling.config.algorithm.name == "local":
                 return sibling.results
     return None

@@ -209,7 +209,7 @@ def _cross_fit_cell(
         saved = RunFolder(cell.folder).load_checkpoint()
         assert saved is not None
         start = saved[1]["state"]["server"] or None
-        outputs = out_of_fold(cell.config, data, folds, start, fold_done, no_check, models)
+        outputs = out_of_fold(cell.config, data, folds, start, fold_done, no_check, models, cell.folder)
         _keep_folds(cell, outputs, models)
         return outputs
     outputs = out_of_fold(cell.config, data, folds, start_state(cell), fold_done, clock.check, models)
@@ -219,13 +219,15 @@ def _cross_fit_cell(
     return outputs
 
 
-KEPT_FOLDS = "folds.json"
+KEPT_FOLDS, KEPT_FOLD = "folds.json", "fold-"
 
 
 def _keep_folds(cell: Cell, outputs: Tensor, models: list[LinearModels]) -> None:
     """Beside the run, so that a fit that is interrupted does not cross-fit it again."""
     tree = {"outputs": outputs, "models": [{"weight": each.weight, "bias": each.bias} for each in models]}
     write_json(cell.folder / KEPT_FOLDS, write_tree(cell.folder / "folds.safetensors", tree))
+    for part in cell.folder.glob(f"{KEPT_FOLD}*"):
+        part.unlink()
 
 
 def _kept_folds(cell: Cell) -> tuple[Tensor, list[LinearModels]] | None:
@@ -234,6 +236,21 @@ def _kept_folds(cell: Cell) -> tuple[Tensor, list[LinearModels]] | None:
         return None
     tree = read_tree(cell.folder, read_json(entry))
     return tree["outputs"], [LinearModels(each["weight"], each["bias"]) for each in tree["models"]]
+
+
+def _kept_fold(folder: Path | None, fold: int) -> tuple[Tree, LinearModels] | None:
+    """The server's state and the models of a fold, if a fit that was interrupted has kept them."""
+    if folder is None or not (entry := folder / f"{KEPT_FOLD}{fold}.json").exists():
+        return None
+    tree = read_tree(folder, read_json(entry))
+    return tree.get("server"), LinearModels(tree["weight"], tree["bias"])
+
+
+def _keep_fold(folder: Path | None, fold: int, server: Tree, own: LinearModels) -> None:
+    if folder is not None:
+        tree = {"weight": own.weight, "bias": own.bias} | ({"server": server} if server else {})
+        entry = folder / f"{KEPT_FOLD}{fold}.json"
+        write_json(entry, write_tree(entry.with_suffix(".safetensors"), tree))
 
 
 def start_state(cell: Cell) -> Tree:
@@ -346,17 +363,21 @@ def out_of_fold(
     fold_done: Callable[[int], None] = lambda fold: None,
     check: Callable[[], None] = lambda: None,
     models: list[LinearModels] | None = None,
+    folder: Path | None = None,
 ) -> Tensor:
     """Outputs for each training row from models trained without its fold; NaN where there is no fold.
 
     Every fold begins at `start`; without one, at the result of the first fold. The models go into a list, if one is
-    given.
+    given. With a folder each fold is kept there as it ends, and read where it was kept.
     """
     out = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     for fold in range(int(folds.max()) + 1):
         held = folds == fold
         if held.any():
-            server, own = train(config, subset_rows(data, ~held), start, check)
+            if (kept := _kept_fold(folder, fold)) is None:
+                kept = train(config, subset_rows(data, ~held), start, check)
+                _keep_fold(folder, fold, *kept)
+            server, own = kept
             start = start or server
             if models is not None:
                 models.append(own)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedtailor.algorithms._programs.boosting import FEWEST_ROWS
 from fedtailor.core.data import FederatedData
 from fedtailor.data.fingerprint import digest
 from fedtailor.data.tabular.earlier_rows import row_keys
@@ -46,7 +47,7 @@ from fedtailor.tables.fit_record import table_record
 from fedtailor.tables.fit_sources import read_source
 from fedtailor.tables.halving import choose_models, plan, run_plan
 from fedtailor.tables.model_selection import CAUTION
-from fedtailor.tables.shared_trees import FEWEST_ROWS, fit_shared_trees
+from fedtailor.tables.shared_trees import fit_shared_trees
 from fedtailor.tables.site_metrics import select_metric
 
 RARE = 0.05  # share of a class of two below which figures show the area under the ROC curve in place of accuracy
@@ -199,7 +200,7 @@ def boost_shared_trees(
         if label != ALONE
     }
     is_complete = int(folds.max()) + 1 == FOLDS  # else a fold has no rows, and no model
-    if not losses or len(folds) < FEWEST_ROWS or not is_complete:
+    if not losses or int((folds >= 0).sum()) < FEWEST_ROWS or not is_complete:
         return None
     label = min(losses, key=lambda each: losses[each])
     cell, is_class = next(cell for cell in cells if cell.label == label), data.task == "classification"

@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedtailor.algorithms._programs.parts import folds_of_rows
@@ -28,6 +30,7 @@ from fedtailor.tables import blend
 from fedtailor.tables.blend import Selection
 from fedtailor.tables.candidates import ALONE, Clock, candidate_cell, kind_of
 from fedtailor.tables.fit_record import table_record
+from fedtailor.tables.shared_trees import trees_of_state
 
 
 def site_fit(config: RunConfig, data: FederatedData, state: Tree, out: Path, metric: str = "") -> dict[str, Any]:
@@ -39,20 +42,27 @@ def site_fit(config: RunConfig, data: FederatedData, state: Tree, out: Path, met
         raise RunError(f"{out.parent}: no fit of tables; it was a run of {program.title}")
     n = torch.tensor(float(data.train.sizes[0]), dtype=torch.float64, device="cpu")
     me = ClientContext(experiment, [0], (config.seed, "record"), 1, n, state, {}, None)
+    boosted = float(state["served"][-1]) if program.boosted and int(state["trees"]["count"]) else 0.0
     used = [0, *(1 + i for i in range(len(program.effects)) if bool(state["solved"][1 + i].all()))]
     mixed = kind_of(data.task)
     cells = [candidate_cell(config.plain(), mixed, program.effects[c - 1] if c else "", out) for c in used]
     for cell, candidate in zip(cells, used, strict=True):
         _write(cell, me, candidate)
     rows = program.rows(me)
-    served, weights = state["served"], state["served"][used]
+    served = state["served"][: program.linear]
+    if boosted:
+        served = served + boosted * state["trees"]["base"]
+        trees_of_state(state["trees"], state["center"], state["spread"], data.outputs).save(
+            blend.shared_trees_path(out)
+        )
+    weights, shared = served[used], np.array([boosted]) if boosted else None
     is_own = bool(served[0] == 1)
     linear = rows.said[0] if is_own else held_out(rows, torch.einsum("o,poc->pc", state["taken"], state["weights"]))
     held = torch.from_numpy(folds_of_rows(int(n), config.seed, data.clients[0], program.folds) >= 0)
     own, linear = (_in_units(v, state, data)[held] for v in (rows.said[0], linear))
     unit = 1.0 if data.task == "classification" else float(state["spread"][-1]) ** 2
     gain = (float(state["sure"][0]) * unit, float(state["sure"][1]) * unit)
-    selection = _selection(config, program, data, cells, own, linear, weights, gain, out)
+    selection = _selection(config, program, data, cells, own, linear, weights, gain, out, shared)
     record = {"settings": {"algorithm": "auto", "federated": True, "runs": [cell.config.plain() for cell in cells]}}
     record |= table_record(selection, data, out, config.seed, metric) | {"dropped": selection.dropped}
     write_json(out / FIT, record)
@@ -69,14 +79,18 @@ def _selection(
     weights: Tensor,
     gain: tuple[float, float],
     out: Path,
+    shared: NDArray[np.float64] | None,
 ) -> Selection:
     """With trees, if this site has enough rows; otherwise as the federation decided."""
     of_site = weights.numpy()[None] / float(weights.sum())
-    settled = Selection(cells, of_site, [{"linear": 1.0}], [ALONE], [gain], linear, [])
+    settled = Selection(cells, of_site, [{"linear": 1.0}], [ALONE], [gain], linear, [], shared)
     if not len(own):
         return settled
     folds = folds_of_rows(len(data.train.x), config.seed, data.clients[0], program.folds)
-    tried = blend.blend_trees(cells, data, folds, own, linear.clone(), of_site.copy(), config.seed, Clock(0), out)
+    tried = blend.blend_trees(
+        *(cells, data, folds, own, linear.clone(), of_site.copy(), config.seed, Clock(0), out),
+        shared=None if shared is None else shared.copy(),
+    )
     return tried if tried.alone != [ALONE] or set(tried.trees[0]) != {"linear"} else settled
 
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedtailor.algorithms._programs import boosting
 from fedtailor.algorithms._programs.parts import CandidateFederation, FoldContext, delegate, folds_at
 from fedtailor.algorithms._programs.scaling_rounds import MOMENTS, agree_scales, moments_of, no_scale, unscale
 from fedtailor.algorithms._shared import doubts
@@ -64,7 +66,10 @@ def _zeros(*dims: str) -> Any:
     def example(algorithm: Any, model: Model) -> Tensor:
         sizes = {"folds": algorithm.folds, "parts": algorithm.parts, "candidates": algorithm.candidates}
         sizes |= {"pulls": len(OWN_PULLS), "options": OPTIONS, "sums": site_gains.SUMS}
-        sizes |= {"thresholds": 1 + 2 * site_gains.THRESHOLDS}
+        sizes |= {"thresholds": 1 + 2 * site_gains.THRESHOLDS, "marks": len(boosting.MARKS) - 1}
+        w = ridge.as_vector(model, model.params)
+        sizes |= {"features": len(w) - 1, "boosted": boosting.boosted_outputs(w.shape[1]), "bins": boosting.BINS}
+        sizes |= {"three": 3} | {f"nodes {level}": 2**level for level in range(boosting.DEPTH)}
         return model.like.new_zeros([sizes[dim] for dim in dims])
 
     return example
@@ -78,6 +83,16 @@ OWN = ReplySpec("derivatives of the loss by weights", _zeros("parts", "pulls", "
 LOSSES = ReplySpec("losses of candidates", _zeros("options")).summed()
 CERTAINTY = ReplySpec("moments of gains", _zeros("sums")).summed()
 BELOW = ReplySpec("moments of gains", _zeros("thresholds")).summed()
+MARKS = ReplySpec("rows by mark", _zeros("features", "marks")).summed()
+LOSS = ReplySpec("loss of trees", _zeros()).summed()
+GAINS = ReplySpec("gains by trees", _zeros("three")).summed()
+
+
+def _histograms(level: int) -> ReplySpec:
+    dims = ("parts", "boosted", f"nodes {level}", "features", "bins", "three")
+    return ReplySpec("gradients by bin", _zeros(*dims)).summed()
+
+
 WEIGHTS = ReplySpec("weights of candidates", _zeros("candidates")).summed()
 
 
@@ -105,6 +120,31 @@ def losses_by_fold(rows: CandidateRows, losses: Tensor, folds: int) -> Tensor:
     return (losses * rows.counts) @ at
 
 
+OF_TREES = frozenset(
+    {
+        "marks",
+        "plant",
+        "sprout",
+        "lose",
+        "gains",
+        "keep_trees",
+        *(f"branch_{level}" for level in range(1, boosting.DEPTH)),
+    }
+)
+
+
+def _branch(level: int) -> Any:
+    """The client function that goes one level down, and sends the sums of the nodes there."""
+
+    @on_client(sends=_histograms(level))
+    def branch(self: Any, me: ClientContext, feature: Tensor, threshold: Tensor) -> tuple[Tree, Tree]:
+        out: tuple[Tree, Tree] = self.branch(me, level, feature, threshold)
+        return out
+
+    branch.__name__ = f"branch_{level}"
+    return branch
+
+
 @dataclass(frozen=True)
 class TableFit(Algorithm):
     """What `fedtailor fit` does with tables, where each site has its own."""
@@ -114,6 +154,10 @@ class TableFit(Algorithm):
 
     folds: int = 5
     """Parts of a site's rows that are predicted from the others."""
+
+    boosted: bool = False
+    """Also try trees that all sites share. What a small site adds to their sums shows its rows, so `federation fit`
+    tries them where sums are secure."""
 
     title: ClassVar[str] = "TableFit"
     learns: ClassVar[str] = "weights"
@@ -134,9 +178,14 @@ class TableFit(Algorithm):
     number_slope = delegate(MixedModel, "number", "slope")
 
     @property
-    def candidates(self) -> int:
-        """Each site's own model, and the mixed ones."""
+    def linear(self) -> int:
+        """Linear candidates: each site's own model, and the mixed ones."""
         return 1 + len(self.effects)
+
+    @property
+    def candidates(self) -> int:
+        """The linear ones and, if they are tried, trees on the best that is shared."""
+        return self.linear + self.boosted
 
     @property
     def parts(self) -> int:
@@ -144,9 +193,13 @@ class TableFit(Algorithm):
         return 1 + self.folds
 
     @property
+    def never_called(self) -> frozenset[str]:
+        return frozenset() if self.boosted else OF_TREES
+
+    @property
     def preparation(self) -> int:
-        """Agree on scales; then solve every candidate on every part."""
-        return 1 + len(self.effects) * self.parts
+        """Agree on scales; solve every candidate on every part; grow trees."""
+        return 1 + len(self.effects) * self.parts + self.boosted
 
     def check(self, model: Model, task: str) -> None:
         if ridge.names(model)[1] is None:
@@ -162,9 +215,10 @@ class TableFit(Algorithm):
             "center": none,
             "spread": none + 1,
             "inner": self.mixed(me, "none").client_init(me),
-            "solved": me.n.new_zeros((self.candidates, self.parts)),
+            "solved": me.n.new_zeros((self.linear, self.parts)),
         }
-        return state | {"models": self.alone(me, state, {})} | self.first_blend(me)
+        state |= {"models": self.alone(me, state, {})} | self.first_blend(me)
+        return state | {"trees": self.no_trees(me)} if self.boosted else state
 
     def mixed(self, me: ClientContext, effects: Effects) -> MixedModel | MixedLogit:
         is_class = me.experiment.data.task == "classification"
@@ -179,12 +233,13 @@ class TableFit(Algorithm):
         """The models [candidates, parts, coefficients, outputs] with each site's own ones."""
         each = [ridge.as_vector(me.model, LinearAlone().choose_fit(self.part(me, p, state))) for p in range(self.parts)]
         own = torch.stack(each)[None]
-        others = before["models"][1:] if before else torch.zeros_like(own).repeat(self.candidates - 1, 1, 1, 1)
+        others = before["models"][1:] if before else torch.zeros_like(own).repeat(self.linear - 1, 1, 1, 1)
         return torch.cat([own, others])
 
     def stage(self, round: int) -> tuple[Effects, int] | None:
         at = round + self.preparation - 2
-        return (self.effects[at // self.parts], at % self.parts) if 0 <= at < self.preparation - 1 else None
+        solved = len(self.effects) * self.parts
+        return (self.effects[at // self.parts], at % self.parts) if 0 <= at < solved else None
 
     def at_work(self, me: ClientContext) -> tuple[MixedModel | MixedLogit, FoldContext]:
         """The algorithm of this round's candidate, and the client as it sees it."""
@@ -196,7 +251,9 @@ class TableFit(Algorithm):
         stage = self.stage(fed.round)
         if stage is not None:
             return self.solve(fed, server, *stage)
-        return self.scale(fed, server) if fed.round < 1 else self.blend(fed, server)
+        if fed.round == 1 - self.preparation:
+            return self.scale(fed, server)
+        return self.grow(fed, server) if fed.round < 1 else self.blend(fed, server)
 
     def scale(self, fed: Federation, server: Tree) -> Tree:
         """Agree on the mean and the spread of every number; sites solve their own models on that scale."""
@@ -247,7 +304,194 @@ class TableFit(Algorithm):
         models = torch.where(here[:, :, None, None] > 0, v, me.state["models"])
         return me.state | {"models": models, "solved": torch.maximum(me.state["solved"], here)}, None
 
+    # trees that all sites share
+
+    def no_trees(self, me: ClientContext) -> dict[str, Tensor]:
+        """Room for the bins and scores of the site's rows, and for the trees that all sites share."""
+        w, none = ridge.as_vector(me.model, me.model.params), me.n.to(me.model.dtype) * 0
+        whole = none.to(torch.int64)
+        features, outputs = len(w) - 1, boosting.boosted_outputs(w.shape[1])
+        rows = max(1, *me.experiment.data.train.sizes.tolist())
+        most = boosting.MOST_TREES * outputs
+        return {
+            "bins": whole + whole.new_zeros((rows, features)),
+            "edges": none + none.new_full((features, boosting.BINS), boosting.FAR),
+            "base": none + none.new_zeros(self.linear),
+            "scores": none + none.new_zeros((self.parts, rows, outputs)),
+            "node": whole + whole.new_zeros((self.parts, outputs, rows)),
+            "first": none + none.new_zeros((rows, outputs)),
+            "best": none + none.new_zeros((rows, outputs)),
+            "count": whole,
+            "feature": whole + whole.new_full((most, boosting.SPLITS), boosting.NO_SPLIT),
+            "threshold": whole + whole.new_zeros((most, boosting.SPLITS)),
+            "is_left_larger": whole + whole.new_zeros((most, boosting.SPLITS)),
+            "values": none + none.new_zeros((most, boosting.LEAVES)),
+        }
+
+    def part_rows(self, me: ClientContext) -> Tensor:
+        """Which rows each part has [parts, rows]; none at a site that missed a candidate."""
+        fold = folds_at(me, self.folds)
+        parts = torch.stack([fold != part - 1 for part in range(self.parts)])
+        parts = torch.cat([torch.ones_like(parts[:1]), parts[1:]])
+        return parts * me.train.mask * me.state["here"]
+
+    def grow(self, fed: Federation, server: Tree) -> Tree:
+        """Trees on what the best shared model leaves, for all rows and without each fold; kept if they surely help."""
+        solved = self.usable(fed, server)[: self.linear]
+        losses, counts = fed.sum(fed.map(self.errors, self.usable(fed, server)))
+        shared = torch.where(solved[1:] > 0, losses[1 : self.linear].sum(1), torch.inf)
+        if not bool(shared.isfinite().any()) or float(counts.sum()) < boosting.FEWEST_ROWS or not bool(counts.all()):
+            return server
+        base = torch.nn.functional.one_hot(1 + shared.argmin(), self.linear).to(losses)
+        edges = boosting.edges_of_counts(fed.sum(fed.map(self.marks)).double().numpy())
+        padded = np.full((len(edges), boosting.BINS), boosting.FAR)
+        for row, own in zip(padded, edges, strict=True):
+            row[: len(own)] = own
+        first = fed.sum(fed.map(self.plant, torch.from_numpy(padded).to(losses), base))
+        outputs = boosting.boosted_outputs(ridge.as_vector(fed.model, fed.model.params).shape[1])
+        grown: list[list[list[boosting.GrowingTree]]] = []
+
+        def add(is_best: bool) -> float:
+            trees = [[boosting.GrowingTree(edges) for _ in range(outputs)] for _ in range(self.parts)]
+            splits: tuple[Tensor, ...] = (losses.new_tensor(float(is_best)),)
+            for level in range(boosting.DEPTH):
+                sums = fed.sum(fed.map(getattr(self, f"branch_{level}") if level else self.sprout, *splits))
+                each = [
+                    [tree.split(level, sums[p, o].double().numpy()) for o, tree in enumerate(own)]
+                    for p, own in enumerate(trees)
+                ]
+                splits = tuple(torch.from_numpy(np.array([[one[k] for one in own] for own in each])) for k in (0, 1))
+            values = torch.from_numpy(np.array([[tree.values for tree in own] for own in trees])).to(losses)
+            grown.append(trees)
+            return float(fed.sum(fed.map(self.lose, *splits, values)))
+
+        count = boosting.count_trees(float(first), add)
+        gained, by_row, by_site = fed.sum(fed.map(self.gains, losses.new_tensor(float(count == len(grown)))))
+        rows, sites = counts.sum().clamp(min=1), len(fed.cohort)
+        spread = torch.stack([by_row - gained.square() / rows, by_site - gained.square() / sites])
+        if not float(gained) > SURELY * float(spread.clamp(min=0).amax().sqrt()):
+            return server
+        kept = [tree for trees in grown[:count] for tree in trees[0]]
+        forest = {
+            name: torch.from_numpy(np.stack([getattr(tree, name) for tree in kept]))
+            for name in ("feature", "threshold", "is_left_larger", "values")
+        }
+        forest["is_left_larger"] = forest["is_left_larger"].to(torch.int64)
+        forest["values"] = forest["values"].to(losses)
+        fed.map(self.keep_trees, forest)
+        return server | {"trees": forest | {"base": base, "edges": torch.from_numpy(padded).to(losses)}}
+
+    @on_client(sends=MARKS)
+    def marks(self, me: ClientContext) -> tuple[Tree, Tree]:
+        x, _, mask = self.part(me, 0).train
+        return me.state, torch.from_numpy(boosting.count_marks(x[mask > 0].double().numpy())).to(x)
+
+    @on_client(sends=LOSS)
+    def plant(self, me: ClientContext, edges: Tensor, base: Tensor) -> tuple[Tree, Tree]:
+        """The bins of the site's rows, and their scores by the model that trees are grown on; its loss out of fold."""
+        x, _, _ = self.part(me, 0).train
+        trees = me.state["trees"] | {"edges": edges, "base": base}
+        ends = [row[row < boosting.FAR].double().numpy() for row in edges]
+        bins, scores = torch.zeros_like(trees["bins"]), torch.zeros_like(trees["scores"])
+        bins[: len(x)] = torch.from_numpy(boosting.binned(x.double().numpy(), ends).astype(np.int64))
+        design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
+        said = torch.einsum("nd,pdo->pno", design, torch.einsum("c,cpdo->pdo", base, me.state["models"]))
+        if me.experiment.data.task == "classification":
+            said = said.log_softmax(2)
+            said = said[..., 1:] - said[..., :1] if said.shape[2] == 2 else said
+        scores[:, : len(x)] = said
+        trees |= {"bins": bins, "scores": scores, "node": torch.zeros_like(trees["node"])}
+        state = me.state | {"trees": trees}
+        first = self.held_scores(me, trees)
+        return state | {"trees": trees | {"first": first, "best": first}}, self.tree_losses(me, first).sum()
+
+    def held_scores(self, me: ClientContext, trees: Tree) -> Tensor:
+        """Scores of the site's rows by the part without their fold; 0 for padding."""
+        rows, out = len(me.train.y), torch.zeros_like(trees["first"])
+        out[:rows] = boosting.held_scores(trees["scores"][:, :rows], folds_at(me, self.folds))
+        return out
+
+    def tree_losses(self, me: ClientContext, scores: Tensor) -> Tensor:
+        _, y, mask = self.part(me, 0).train
+        is_class = not y.is_floating_point()
+        counts = mask * (folds_at(me, self.folds) >= 0) * me.state["here"]
+        return blending.row_losses(boosting.outputs_of(scores[: len(y)], is_class), y, is_class) * counts
+
+    def histograms(self, me: ClientContext, trees: Tree, level: int) -> Tensor:
+        _, y, _ = self.part(me, 0).train
+        rows, is_class = len(y), not y.is_floating_point()
+        sums = boosting.histograms(
+            np.asfortranarray(trees["bins"][:rows].numpy().astype(np.uint8)),
+            trees["scores"][:, :rows].double().numpy(),
+            y.numpy() if is_class else y[:, :1].double().numpy(),
+            is_class,
+            trees["node"][:, :, :rows].numpy(),
+            self.part_rows(me).double().numpy(),
+            2**level,
+        )
+        return torch.from_numpy(sums).to(trees["scores"])
+
+    def deeper(self, trees: Tree, feature: Tensor, threshold: Tensor) -> Tensor:
+        bins = trees["bins"].numpy()
+        return torch.from_numpy(boosting.descend(bins, trees["node"].numpy(), feature.numpy(), threshold.numpy()))
+
+    def with_values(self, trees: Tree, feature: Tensor, threshold: Tensor, values: Tensor) -> Tree:
+        """With the last level's splits, and the steps of the leaves on the scores."""
+        node = self.deeper(trees, feature, threshold)
+        steps = torch.gather(values, 2, node)  # [parts, outputs, rows]
+        return trees | {"scores": trees["scores"] + steps.mT, "node": torch.zeros_like(node)}
+
+    @on_client(sends=_histograms(0))
+    def sprout(self, me: ClientContext, is_best: Tensor) -> tuple[Tree, Tree]:
+        """The sums of the roots of new trees."""
+        trees = self.note_best(me, is_best)
+        return me.state | {"trees": trees}, self.histograms(me, trees, 0)
+
+    def note_best(self, me: ClientContext, is_best: Tensor) -> Tree:
+        trees = me.state["trees"]
+        return trees | {"best": torch.where(is_best > 0, self.held_scores(me, trees), trees["best"])}
+
+    def branch(self, me: ClientContext, level: int, feature: Tensor, threshold: Tensor) -> tuple[Tree, Tree]:
+        trees = me.state["trees"] | {"node": self.deeper(me.state["trees"], feature, threshold)}
+        return me.state | {"trees": trees}, self.histograms(me, trees, level)
+
+    branch_1 = _branch(1)
+    branch_2 = _branch(2)
+    branch_3 = _branch(3)
+    branch_4 = _branch(4)
+
+    @on_client(sends=LOSS)
+    def lose(self, me: ClientContext, feature: Tensor, threshold: Tensor, values: Tensor) -> tuple[Tree, Tree]:
+        """The loss out of fold with the new trees."""
+        trees = self.with_values(me.state["trees"], feature, threshold, values)
+        return me.state | {"trees": trees}, self.tree_losses(me, self.held_scores(me, trees)).sum()
+
+    @on_client(sends=GAINS)
+    def gains(self, me: ClientContext, is_best: Tensor) -> tuple[Tree, Tree]:
+        """By how much the best trees lower the loss: the sum, squares by row, the square of the site's sum."""
+        trees = self.note_best(me, is_best)
+        gain = self.tree_losses(me, trees["first"]) - self.tree_losses(me, trees["best"])
+        sums = torch.stack([gain.sum(), gain.square().sum(), gain.sum().square()])
+        return me.state | {"trees": trees}, sums
+
+    @on_client()
+    def keep_trees(self, me: ClientContext, forest: Tree) -> tuple[Tree, Tree]:
+        return me.state | {"trees": self.planted(me.state["trees"], forest)}, None
+
+    @staticmethod
+    def planted(trees: Tree, forest: Tree) -> Tree:
+        out = dict(trees) | {"count": torch.zeros_like(trees["count"]) + len(forest["feature"])}
+        for name, value in forest.items():
+            out[name] = value if name in ("base", "edges") else torch.cat([value, trees[name][len(value) :]])
+        return out
+
     # blends
+
+    def usable(self, fed: Federation, server: Tree) -> Tensor:
+        """1 for candidates that are solved."""
+        solved = server.get("solved", {}).keys() - server.get("dropped", {}).keys()
+        allowed = [1.0, *(float(e in solved) for e in self.effects), *[float("trees" in server)] * self.boosted]
+        return fed.model.like.new_tensor(allowed)
 
     def first_blend(self, me: ClientContext) -> dict[str, Tensor]:
         zero = me.n.to(me.model.dtype) * 0
@@ -271,7 +515,14 @@ class TableFit(Algorithm):
         for f in range(self.folds):
             said = said + (fold == f)[None, :, None] * torch.einsum("nd,cdo->cno", design, models[:, f + 1])
         is_class = not y.is_floating_point()
-        return CandidateRows(said.log_softmax(2) if is_class else said, y, mask * (fold >= 0), fold, is_class)
+        said = said.log_softmax(2) if is_class else said
+        if self.boosted:
+            trees = me.state["trees"]
+            added = (trees["best"] - trees["first"])[: len(y)]
+            added = torch.cat([torch.zeros_like(added), added], dim=1) if added.shape[1] < said.shape[2] else added
+            both = torch.einsum("c,cno->no", trees["base"], said) + added
+            said = torch.cat([said, (both.log_softmax(1) if is_class else both)[None]])
+        return CandidateRows(said, y, mask * (fold >= 0), fold, is_class)
 
     def alone_weights(self, like: Tensor) -> Tensor:
         """The weights of a site that keeps its own model."""
@@ -285,7 +536,7 @@ class TableFit(Algorithm):
     @on_client(sends=(ERRORS, COUNTS), doubt=doubts.in_counts(1))
     def errors(self, me: ClientContext, allowed: Tensor) -> tuple[Tree, Tree]:
         """Losses of each candidate; a site that missed one takes no part in the choice."""
-        here = (me.state["solved"] >= allowed[:, None]).all().to(me.state["noise"].dtype)
+        here = (me.state["solved"] >= allowed[: self.linear, None]).all().to(me.state["noise"].dtype)
         state = me.state | {"here": here, "noise": torch.ones_like(me.state["noise"])}
         rows = self.rows(me)
         rows = rows._replace(counts=rows.counts * here)
@@ -385,9 +636,7 @@ class TableFit(Algorithm):
 
     def blend(self, fed: Federation, server: Tree) -> Tree:
         """The server's half: common weights, the way of blending, and how sure gains are."""
-        allowed = fed.model.like.new_tensor(
-            [1.0, *(float(e in server.get("solved", {}) and e not in server.get("dropped", {})) for e in self.effects)]
-        )
+        allowed = self.usable(fed, server)
         is_class = not bool(server["is_number"])
         losses, counts = fed.sum(fed.map(self.errors, allowed))
         count = counts.sum()
@@ -441,6 +690,8 @@ class TableFit(Algorithm):
     def served(self, me: ClientContext, weights: Tensor) -> Params:
         """A blend of linear models is one: of classes only differences of logits count."""
         is_class = me.experiment.data.task == "classification"
+        if self.boosted:  # the linear part; the trees are beside it
+            weights = weights[: self.linear] + weights[self.linear] * me.state["trees"]["base"]
         v = torch.einsum("c,cdo->do", weights, me.state["models"][:, 0])
         return ridge.as_params(me.model, unscale(v, me.state["center"], me.state["spread"], is_class))
 
@@ -455,4 +706,6 @@ class TableFit(Algorithm):
                 part.state = mixed.client_init(part)
                 v = ridge.as_vector(me.model, mixed.personal(part, server["solved"][effects]))
                 models = torch.cat([models[: 1 + at], v.expand_as(models[:1]), models[2 + at :]])
+        if "trees" in server:
+            state |= {"trees": self.planted(state["trees"], server["trees"])}
         return state | {"models": models, "served": server["common"]}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 
 from fedtailor.errors import DataError
@@ -237,7 +238,8 @@ def column_from_series(path: Path, series: pl.Series) -> Column:
         if number.null_count() > text.null_count() and (amount := parse_amounts(text)) is not None:
             return Column(text, amount[0], unit=amount[1])
     elif kind.is_numeric():
-        series = series.fill_nan(None) if kind.is_float() else series
+        if kind.is_float() and np.isnan(series.to_numpy()).any():
+            series = series.fill_nan(None)
         text, number = series.cast(pl.String), series.cast(pl.Float64)
         if kind.is_integer() and (days := parse_compact_days(text)) is not None:
             return Column(text, days, is_date=True)
@@ -248,7 +250,9 @@ def column_from_series(path: Path, series: pl.Series) -> Column:
             f'{path}: column "{series.name}" has the type {kind}, neither numbers nor text nor dates; '
             f"leave it out with data.ignore = ['{series.name}']"
         )
-    return Column(text, number.set(~number.is_finite(), None))
+    if not np.isfinite(number.to_numpy()).all():  # of a single row, expressions of polars would take longest
+        number = number.set(~number.is_finite(), None)
+    return Column(text, number)
 
 
 def parse_days(text: pl.Series) -> pl.Series | None:

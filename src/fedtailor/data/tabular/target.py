@@ -195,6 +195,8 @@ def refuse_mixed_text(tables: Collection[ClientTable], column: str, remedy: str)
 
 def refuse_text(tables: Collection[ClientTable], column: str, remedy: str) -> None:
     for table in tables:
+        if table.columns[column].number.null_count() == table.columns[column].text.null_count():
+            continue
         rows = table.columns[column].is_text.arg_true()
         if len(rows):
             row = int(rows[0])

@@ -416,7 +416,7 @@ function sortBy(button) {
   const down = th.getAttribute("aria-sort") === "descending" || (column === 0 && !th.hasAttribute("aria-sort"));
   for (const other of th.parentNode.children) other.removeAttribute("aria-sort");
   th.setAttribute("aria-sort", down ? "ascending" : "descending");
-  const keyOf = (row) => row.children[column].dataset.key;
+  const keyOf = (row) => row.children[column].dataset.key ?? row.children[column].textContent;
   const compare = (a, b) => (a === "" || b === "" ? (a === "") - (b === "") : (isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b) * (down ? 1 : -1));
   table.tBodies[0].append(...[...table.tBodies[0].rows].sort((a, b) => compare(keyOf(a), keyOf(b))));
 }

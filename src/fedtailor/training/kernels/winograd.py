@@ -22,7 +22,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 STEP = 4  # outputs of a tile, in each direction
 POINTS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5)  # and infinity; a kernel of 3 needs the first five
 MOST_WEIGHTS = 2**18  # their transform is several times as large, and would be most of the memory of a step
-LEAST_WEIGHTS = 2**15  # with fewer the transforms cost more than is saved (measured: 12 800 lose, 36 864 gain)
+LEAST_WEIGHTS = 2**15  # with fewer the transforms cost more than is saved
 PRECISE = (torch.float32, torch.float64)  # enough for the transforms
 MOST_IN_VAIN = 1.5  # outputs computed over outputs wanted, where tiles go beyond the image
 
@@ -142,7 +142,8 @@ def _forward(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
 def _has_right_form(layer: nn.Conv2d) -> bool:
     is_simple = layer.stride == layer.dilation == (1, 1) and layer.groups == 1 and layer.padding_mode == "zeros"
-    fits = layer.kernel_size in ((3, 3), (5, 5)) and not isinstance(layer.padding, str)
+    # of 3x3, torch's own are faster with the channels last: by a tenth (128 channels) to a third (64)
+    fits = layer.kernel_size == (5, 5) and not isinstance(layer.padding, str)
     return is_simple and fits and LEAST_WEIGHTS <= layer.weight.numel() <= MOST_WEIGHTS
 
 
