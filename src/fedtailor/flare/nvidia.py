@@ -205,7 +205,7 @@ class Coordinator:
         self.named = list(named)  # sites that are expected
         self.least = least
         self.revoked = (
-            revoked  # JSON as base64, since FLARE replaces {...}: the authority's list at the administrator's
+            revoked  # the authority's list: JSON as base64, since FLARE replaces {...}
         )
         self.submitter = submitter
 
