@@ -204,9 +204,7 @@ class Coordinator:
         self.config = config  # JSON: FLARE would read tables in it as components
         self.named = list(named)  # sites that are expected
         self.least = least
-        self.revoked = (
-            revoked  # the authority's list: JSON as base64, since FLARE replaces {...}
-        )
+        self.revoked = revoked  # the authority's list: JSON as base64, since FLARE replaces {...}
         self.submitter = submitter
 
     @collab.main
