@@ -96,19 +96,20 @@ class FedSelect(Algorithm):
     @on_client(sends=(ENTRIES, MASK, REST, COUNT))
     def local(self, me: ClientContext, message: Ragged, statistics: Params) -> tuple[Tree, Tree]:
         v, old, m, before = (me.state[k] for k in ("v", "m", "next", "before"))
-        u = unpack(message, ~flat(old))
         # what has just become own begins at the common value
-        start = {k: torch.where(old[k], v[k], common) for k, common in unflat(u, v).items()}
+        start = {k: torch.where(old[k], v[k], u) for k, u in unflat(unpack(message, ~flat(old)), v).items()}
         theta = start | statistics
         for _ in range(self.epochs):  # Algorithm 2
             theta = me.sgd(theta, mask=m, lr=self.personal_lr)
             theta = me.sgd(theta, mask={k: ~own for k, own in m.items()})
         v, wider = {k: theta[k] for k in v}, m
         if not self.layers and me.round % self.interval == 0:  # Algorithm 3
-            score = masks.scores(v, before or start, m, self.choice, self.normalise, me.uniform)
             may = {k for k in v if self.biases or "weight" in k}
+            score = masks.scores(v, before or start, m, self.choice, self.normalise, me.uniform)
             wider = masks.grown(m, score, may, self.rate, self.alpha, self.ranking == "tensor", self.overshoot)
             before = v if before else {}
+            del score
+        del start  # as large as the model
         n = me.n if self.mean == "samples" else torch.ones_like(me.n)
         reply = pack(flat(v), ~flat(m)), masks.news_of(m, old), {k: theta[k] for k in statistics}, n
         return {"v": v, "m": m, "next": wider, "before": before}, reply
