@@ -59,7 +59,12 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
         )
     ),
     "federation": ("benchmarks/federation.py --table", "benchmarks/secure_sum.py"),
-    "fit": ("benchmarks/fit.py --out runs/fit.json", "motley/school", "benchmarks/auto.py"),
+    "fit": (
+        "benchmarks/fit.py --out runs/fit.json",
+        "motley/school",
+        "benchmarks/auto.py",
+        "benchmarks/fit_growth.py --out runs/growth.json",
+    ),
     "cifar100": ("configs/cifar100/superclass.toml", "configs/cifar100/dirichlet.toml"),
     "leaderboard": (
         "benchmarks/leaderboard.py --json docs/results/leaderboard.json",

@@ -3,6 +3,7 @@
     python benchmarks/fit_growth.py --out build/growth.json
     python benchmarks/fit_growth.py --sizes 1000x50x10 shared-1000x50 --methods "fedtailor fit" LightGBM
     python benchmarks/fit_growth.py --sizes 10x1000x20 --profile
+    python benchmarks/fit_growth.py --sizes shared-200x20 shared-200x20@1  # with seed 1
 
 Every method runs in a process of its own. Seconds are those of all processors in that process, with imports; memory is
 its peak. A quarter of each site's rows is for testing; the loss is over all test rows: root mean squared error, log
@@ -243,9 +244,15 @@ def _seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def size_of(name: str, seed: int = 0) -> tuple[Size, int]:
+    """The table of a name such as "shared-200x20@1", and its seed."""
+    kind, _, own = name.partition("@")
+    return SIZES[kind], int(own or seed)
+
+
 def measure(name: str, method: str, seed: int) -> dict[str, Any]:
     """One method on one table, in this process."""
-    table = make(SIZES[name], seed)
+    table = make(*size_of(name, seed))
     made, wall, figures = _seconds(), time.monotonic(), dict[str, Any]()
     predicted = ours(table, figures) if method == OURS else RIVALS[method](table)
     seconds = figures.get("fit", _seconds() - made)
@@ -273,17 +280,18 @@ def goal(name: str, runs: dict[str, dict[str, Any]]) -> float | None:
     rivals = [runs.get(method, {}).get("seconds") for method in (LIGHTGBM, MIXED)]
     if rivals[0] is None:
         return None
-    times = TIMES if SIZES[name].task == "number" else TIMES_OF_CLASSES
+    times = TIMES if size_of(name)[0].task == "number" else TIMES_OF_CLASSES
     return max(FLOOR, times * sum(v or 0.0 for v in rivals))
 
 
 def shown(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     """A line per table in Markdown: seconds and loss of every method, and memory of fit."""
-    lines = ["| table | " + " | ".join(METHODS) + " | goal | GB | predict | files |"]
-    lines.append("|---|" + "---:|" * (len(METHODS) + 4))
+    methods = [method for method in METHODS if any(method in runs for runs in results.values())]
+    lines = ["| table | " + " | ".join(methods) + " | goal | GB | predict | files | cover, % |"]
+    lines.append("|---|" + "---:|" * (len(methods) + 5))
     for name, runs in results.items():
         cells = []
-        for method in METHODS:
+        for method in methods:
             run = runs.get(method, {})
             text = f"{run['seconds']:.1f} s" if "seconds" in run else ""
             text = f"more than {run['more than']:.0f} s" if "more than" in run else text
@@ -293,6 +301,7 @@ def shown(results: dict[str, dict[str, dict[str, Any]]]) -> str:
         own, most = runs.get(OURS, {}), goal(name, runs)
         cells.append("" if most is None else f"{most:.1f} s")
         cells += [f"{own['memory']:.2f}", f"{own['predict']:.1f} s", str(own["files"])] if "memory" in own else [""] * 3
+        cells.append(f"{100 * own['coverage']:.1f}" if "coverage" in own else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -302,7 +311,7 @@ def profile(name: str, seed: int) -> None:
     import cProfile
     import pstats
 
-    table = make(SIZES[name], seed)
+    table = make(*size_of(name, seed))
     with cProfile.Profile() as of_fit:
         ours(table, {})
     pstats.Stats(of_fit).sort_stats("cumulative").print_stats(45)
@@ -312,7 +321,7 @@ def profile(name: str, seed: int) -> None:
 def main() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), help=", ".join(SIZES) + "; NAME@SEED")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a method on a table")
@@ -320,6 +329,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file of finished ones, to which others are added")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if unknown := [name for name in args.sizes if name.partition("@")[0] not in SIZES]:
+        parser.error(f"--sizes {unknown[0]}: known are {', '.join(SIZES)}")
     if args.one:
         print(json.dumps(measure(args.one[0], args.one[1], int(args.one[2]))))
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -76,6 +77,9 @@ def test_a_criterion_of_torch_is_used_as_it_is() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="criterion"):
         tasks.make("segmentation", {"criterion": "torch.nn:CrossEntropyLoss", "criterion_options": {"bg": 1}})
+    with pytest.raises(ConfigError, match=r"criterion.*antigravity"):  # nothing is imported that trust does not ask for
+        tasks.make("segmentation", {"criterion": "antigravity"})
+    assert "antigravity" not in sys.modules
     with pytest.raises(ConfigError, match="background"):
         tasks.make("segmentation", {"backgrond": False})
     with pytest.raises(ValueError, match="weights"):

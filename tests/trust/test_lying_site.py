@@ -86,6 +86,7 @@ LIES: dict[str, Lie] = {
     "kept of another round": said("keep", lambda answer, tree: ({"kept": 77}, None)),
     "kept is true": said("keep", lambda answer, tree: ({"kept": True}, None)),
     "a metric without measure": metric(torch.tensor(1e308, dtype=torch.float64)),
+    "an accuracy above one": metric(torch.tensor(1.27)),
     "an unknown metric": metric(torch.tensor(0.5), "secret"),
     "a metric that is no number": metric(torch.tensor(True)),
     "a metric of many numbers": metric(torch.ones(3)),

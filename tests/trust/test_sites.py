@@ -228,7 +228,9 @@ def test_t9_a_message_for_one_site_alone_is_refused_in_a_sealed_run(tmp_path: Pa
     assert "error" not in made.ask(request, (made.experiment.model.params,))[0]
 
 
-@pytest.mark.parametrize("key", ["task.name", "local.optimizer", "evaluation.metrics", "evaluation.decide"])
+@pytest.mark.parametrize(
+    "key", ["task.name", "task.criterion", "local.optimizer", "evaluation.metrics", "evaluation.decide"]
+)
 def test_t1_a_server_names_no_code_that_the_site_does_not_list(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,16 +89,18 @@ def _numbers(reply: Tree, part: str) -> list[Tensor]:
 
 def metrics_fault(experiment: Experiment, tree: Tree, splits: Sequence[str]) -> str:
     """Why metrics and a model are not believed, or nothing."""
-    known = {metric.name for metric in experiment.metrics}
+    known = {metric.name: metric for metric in experiment.metrics}
     if not (isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], dict) and set(tree[0]) == set(splits)):
         return "metrics of other splits than were asked for"
     for metrics in tree[0].values():
-        if not isinstance(metrics, dict) or set(metrics) != known:
+        if not isinstance(metrics, dict) or set(metrics) != set(known):
             return "other metrics than were asked for"
         for name, value in metrics.items():
             if not (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()):
                 return f'metric "{name}" is no number'
-            if math.isfinite(float(value)) and abs(float(value)) > LARGEST_METRIC:
+            is_share = known[name].higher_is_better and known[name].worst == 0  # such as an accuracy
+            low, high = (0.0, 1 + ROUNDING) if is_share else (-LARGEST_METRIC, LARGEST_METRIC)
+            if math.isfinite(float(value)) and not low <= float(value) <= high:
                 return f'metric "{name}" is {float(value):.3g}'
     if not isinstance(tree[1], dict):
         return "no model"

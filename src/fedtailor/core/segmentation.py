@@ -90,6 +90,8 @@ def _made(name: str, options: Mapping[str, Any]) -> Callable[..., Any] | None:
     """A loss from a class with its options, or a function."""
     if not name:
         return None
+    if ":" not in name:
+        raise ConfigError(f'task.criterion: "{name}" must be "package.module:Class", such as "monai.losses:DiceCELoss"')
     kind: Any = import_object("task.criterion", name)
     if not isinstance(kind, type):
         if options:

@@ -355,7 +355,7 @@ class EvaluationSection(Section):
     batch_size: int = Field(
         default=0, ge=0, description="Samples in an evaluation pass; 0: as many as need little memory."
     )
-    window: tuple[int, ...] | None = Field(
+    window: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         default=None, description="Evaluate and predict images in overlapping windows of this size; none: whole."
     )
     decide: str = Field(default="", description="Metric that selects rounds and compares; empty: the first.")

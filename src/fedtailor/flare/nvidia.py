@@ -7,6 +7,7 @@ second: its timers share one thread here. It makes room for a message of any dec
 
 from __future__ import annotations
 
+import base64
 import gc
 import getpass
 import heapq
@@ -196,14 +197,14 @@ class Coordinator:
         config: str,
         named: Sequence[str] = (),
         least: int = 0,
-        revoked: str = "{}",
+        revoked: str = "",
         submitter: str = "",
     ) -> None:
         self.run = run
         self.config = config  # JSON: FLARE would read tables in it as components
         self.named = list(named)  # sites that are expected
         self.least = least
-        self.revoked = revoked  # JSON: the authority's signed list, as the administrator has it
+        self.revoked = revoked  # the authority's list: JSON as base64, since FLARE replaces {...}
         self.submitter = submitter
 
     @collab.main
@@ -218,7 +219,7 @@ class Coordinator:
         BOARD.begin(link, len(set(self.named) | set(link.sites)))
         try:
             config = parse(json.loads(self.config))
-            accept_list(root.parent, root.parent / KIT, json.loads(self.revoked))
+            accept_list(root.parent, root.parent / KIT, json.loads(base64.b64decode(self.revoked) or "{}"))
             coordinate(link, config, self.run, root, BOARD.listen, tuple(self.named), self.least, self.submitter)
         except UserError as error:
             log.error("%s %s", WAITS if isinstance(error, RetryableError) else STOPS, error)
@@ -478,7 +479,7 @@ class Launcher:
         if missing:
             self.say(f"without {', '.join(sorted(missing))}: not connected within {self.patience:.0f} s")
         with tempfile.TemporaryDirectory() as folder:
-            revoked = json.dumps(read_list(self.admin))
+            revoked = base64.b64encode(json.dumps(read_list(self.admin)).encode()).decode()
             server = Coordinator(self.run, json.dumps(self.config.plain()), self.sites, self.least, revoked, asker())
             job = session.submit(write_job(self.run, server, Path(folder)))
         self.say(f"{self.run}: submitted to {', '.join(sorted(connected))}")
