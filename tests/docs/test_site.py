@@ -51,7 +51,7 @@ def test_every_key_of_a_configuration_is_listed_with_its_default() -> None:
     assert row("## `[local]`", "lr") == "| `lr` | `0.05` | number > 0 | Learning rate. |"
     assert row("## `[federation]`", "max_norm").split(" | ")[1] == "`1e+08`"
     assert row("## `[compare]`", "algorithms").split(" | ")[1] == '`["local", "fedavg"]`'
-    assert row("## `[evaluation]`", "unseen").split(" | ")[1:3] == ["none", "number > 0 and < 1"]
+    assert row("## `[evaluation]`", "unseen").split(" | ")[1:3] == ["none", "number or list of texts"]
     assert row('### source = "folder"', "target").split(" | ")[1] == "required"
     assert "<class" not in page
     assert "typing" not in page

@@ -55,8 +55,17 @@ def _address(startup: Path, name: str, about: dict[str, Any]) -> ServiceAddress:
         files = (own["ssl_cert"], own["ssl_private_key"], own["ssl_root_cert"])
         identity = about["servers"][0].get("identity") or about["servers"][0].get("admin_server") or host
         scheme = service["scheme"]
+    if name == "fed_server.json" and not _is_known(str(host)):
+        host = "127.0.0.1"  # the server asks itself: its public name may mean nothing where it runs
     certificate, key, authority = (startup / file for file in files)
     return ServiceAddress(str(host), int(port), str(scheme), certificate, key, authority, str(identity))
+
+
+def _is_known(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 def fault_of(address: ServiceAddress) -> str:
