@@ -77,7 +77,7 @@ def test_the_page_of_a_site_speaks_of_its_federation(fitted: tuple[Path, Sites, 
     assert headline(record) == "s1 keeps its own model: the federation's did not help it by more than its uncertainty."
     mixed = record | {"sites": {"s1": record["sites"]["s1"] | {"served": "mixed"}}}
     assert headline(mixed).startswith(
-        "s1 is served by mixed, of a fit with the other sites of its federation: test rmse"
+        "s1 is served by mixed, of a fit with the other sites of its federation: test RMSE"
     )
 
 

@@ -104,7 +104,7 @@ def test_a_child_of_the_users_program_survives_an_interrupted_comparison() -> No
         child.join()
 
 
-@pytest.mark.parametrize("key", ["config_sha256", "task_id", "notes", "train_samples"])
+@pytest.mark.parametrize("key", ["config_sha256", "notes", "train_samples"])
 def test_a_record_of_another_version_is_one_line(key: str, call: Call) -> None:
     runner.start(config("rounds=1"), Path("run"))
     about = dict(read_json(Path("run/run.json")))

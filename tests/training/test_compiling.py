@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 
 from fedtailor.algorithms import make
 from fedtailor.core.experiment import Experiment
@@ -78,10 +79,9 @@ def test_the_numbers_of_plain_steps(traced: list[Any], algorithm: str, case: str
     assert traced
 
 
-def test_a_kernel_of_a_small_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
-    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", True)  # tried by compiling, else
-    monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)
+# vec_isa_ok is tried by compiling, else
+@torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False})
+def test_a_kernel_of_a_small_step() -> None:
     data = make_data()
     model = make_model("linear", data)
     x, y = data.train.of(0)
@@ -93,12 +93,14 @@ def test_a_kernel_of_a_small_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equal(compiled, plain, 1e-12)
 
 
-def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     CACHE.cache_clear()
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nowhere/g++",))
-    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else what was compiled before may do
     setting = build_experiment(config("local.compile=true", "model.hidden=[3]"))
-    with pytest.raises(ConfigError, match=r"^local\.compile: torch\.compile does not work .* on cpu \([^\n]*\)[^\n]*$"):
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)}),
+        pytest.raises(ConfigError, match=r"^local\.compile: torch\.compile does not work .* on cpu \([^\n]*\)[^\n]*$"),
+    ):
         compiling.check(setting, Arithmetic(compile=True), 4)
 
 

@@ -75,17 +75,19 @@ class RecordedRun:
 def read_run(path: Path) -> RecordedRun:
     """Read a run; raises `RunError` if the folder is not a run or was changed."""
     folder = RunFolder.open(path)
-    about = folder.about
-    if "config_sha256" in about:
-        config = folder.config
-    else:  # from before it was kept
-        config = parse(read_toml(path / CONFIG), RunConfig, str(path / CONFIG))
+    about, config = folder.about, _config_of(folder)
     folder.check_rounds()
     lines, unreadable = _lines(path / LINES, are_checked=about.get("checked_lines") is True)
     results = folder.results
     if results is not None:  # then it is known how many there were
         unreadable = max(unreadable, int(results.get("lines", len(lines))) - len(lines))
     return RecordedRun(path, config, about, lines, unreadable, results)
+
+
+def _config_of(folder: RunFolder) -> RunConfig:
+    if "config_sha256" in folder.about:
+        return folder.config
+    return parse(read_toml(folder.path / CONFIG), RunConfig, str(folder.path / CONFIG))  # from before it was kept
 
 
 def _lines(path: Path, *, are_checked: bool) -> tuple[list[Line], int]:
@@ -118,7 +120,7 @@ def finished_run_beside(run: RecordedRun, algorithm: str) -> RecordedRun | None:
     """A finished run of another algorithm on the same task, with the same clients, in the same parent folder."""
     for other in sorted(run.path.resolve().parent.glob(f"*/{RESULTS}")):
         with suppress(UserError, KeyError):  # a damaged run is no neighbour
-            if RunFolder(other.parent).config.task_id == run.config.task_id:
+            if _config_of(RunFolder(other.parent)).task_id == run.config.task_id:
                 neighbour = read_run(other.parent)
                 if neighbour.config.algorithm.name == algorithm and neighbour.clients == run.clients:
                     return neighbour
