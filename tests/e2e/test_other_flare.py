@@ -91,7 +91,10 @@ def test_a_poc_deployment_runs_the_job(tmp_path: Path) -> None:
             (tmp_path / "kept" / name / "private").symlink_to(kits / name / "fedtailor")
         assert_equal(tensors(run, tmp_path / "kept"), on_loop(task), 1e-6)
     finally:
-        call("nvflare.cli", "poc", "stop", "--no-wait", timeout=120)
+        stop = [sys.executable, "-m", "nvflare.cli", "poc", "stop", "--no-wait"]
+        subprocess.run(
+            stop, cwd=tmp_path, env=tools, capture_output=True, timeout=120, check=False
+        )  # refused by a job's end
         for process in psutil.process_iter(["cmdline"]):  # it may need longer than the test has
             if any(str(workspace) in word for word in process.info["cmdline"] or []):
                 process.kill()
